@@ -1,0 +1,202 @@
+"""`kvlane`: ask the policy from the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from kvlane.policy.catalog import load_machine, load_model, machine_names, model_names
+from kvlane.policy.errors import InputError
+from kvlane.policy.machine import Machine
+from kvlane.policy.model import usable_tokens
+from kvlane.policy.plan import EXECUTORS, Executor, Plan, Request
+from kvlane.policy.planner import Planner
+from kvlane.policy.units import parse_rate, show_bytes, show_rate, show_seconds
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _front_door() -> None:
+    """Load, recompute or split: decide by cost where a prompt's KV cache comes from."""
+
+
+@app.command()
+def decide(
+    model: Annotated[str, typer.Option(help="A built-in model, its Hugging Face id, or a config.json.")],
+    machine: Annotated[str, typer.Option(help="A built-in machine, or a TOML profile.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")],
+    hit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TIER=TOKENS stored from token 0, one number or one per rank (host=1024,768); repeatable."
+        ),
+    ] = None,
+    resident: Annotated[int, typer.Option(help="Prefix tokens already in device KV.")] = 0,
+    load_unit: Annotated[int, typer.Option(help="Smallest loadable run of tokens.")] = 16,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Most tokens the engine prefills in one pass.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="KV dtype, if not the model's own (fp8, bf16, ...).")
+    ] = None,
+    executor: Annotated[str, typer.Option(help="bulk (all layers, then compute) or layered.")] = "bulk",
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help='Achieved link rate, "50 GB/s" for every tier or TIER="50 GB/s"; repeatable.'),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Engine family whose prefill efficiency to use.")] = "vllm",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say whether to load, recompute or split one request's prefix, and what each would take."""
+    if executor not in EXECUTORS:
+        raise InputError("--executor", f"unknown executor {executor!r}", " or ".join(EXECUTORS))
+    where = _linked(load_machine(machine), link or [])
+    planner = Planner(
+        load_model(model), where, executor=_executor(executor), tp=tp, kv_dtype=kv_dtype, engine=engine
+    )
+    request = Request(
+        prompt_tokens=prompt_tokens,
+        hits=_hits(hit or []),
+        resident_tokens=resident,
+        load_unit_tokens=load_unit,
+        prefill_chunk_tokens=prefill_chunk,
+    )
+    plan = planner.decide(request)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(plan.to_dict()), indent=2).decode())
+    else:
+        print(_in_words(plan, request))
+
+
+@app.command()
+def models() -> None:
+    """List the built-in models: layers, KV bytes per token, bytes of the layers' weights."""
+    for name in model_names():
+        spec = load_model(name)
+        weights = show_bytes(spec.layer_weight_bytes)
+        print(
+            f"{name:16} {len(spec.layers):3} layers  {spec.kv_bytes_per_token():>9,.0f} bytes of KV per token"
+            f"  {weights:>8} of {spec.weight_dtype} weights"
+        )
+
+
+@app.command()
+def machines() -> None:
+    """List the built-in machines: their device, and each tier with its link."""
+    for name in machine_names():
+        machine = load_machine(name)
+        tiers = ", ".join(
+            f"{tier.name} over {tier.link} at {show_rate(machine.links[tier.link].rate_bytes_per_s)}"
+            for tier in machine.tiers.values()
+        )
+        print(f"{name:16} {machine.device.name}: {tiers}")
+
+
+def _executor(name: str) -> Executor:
+    return next(known for known in EXECUTORS if known == name)
+
+
+def _hits(texts: list[str]) -> dict[str, int | tuple[int, ...]]:
+    hits: dict[str, int | tuple[int, ...]] = {}
+    for text in texts:
+        tier, sign, tokens = text.partition("=")
+        try:
+            ranks = tuple(int(count) for count in tokens.split(","))
+        except ValueError:
+            ranks = ()
+        if not tier.strip() or not sign or not ranks:
+            raise InputError("--hit", f"{text!r} is not TIER=TOKENS", "such as host=12368")
+        if tier.strip() in hits:
+            raise InputError("--hit", f"names tier {tier.strip()!r} twice", "each tier once")
+        hits[tier.strip()] = ranks if len(ranks) > 1 else ranks[0]
+    return hits
+
+
+def _linked(machine: Machine, texts: list[str]) -> Machine:
+    for text in texts:
+        tier, sign, rate = text.partition("=")
+        if sign:
+            machine = machine.with_link_rate(parse_rate(rate, "--link"), tier.strip())
+        else:
+            machine = machine.with_link_rate(parse_rate(text, "--link"))
+    return machine
+
+
+def _in_words(plan: Plan, request: Request) -> str:
+    usable = [
+        usable_tokens(request.hit(tier), plan.prompt_tokens, request.load_unit_tokens)
+        for tier in request.hits
+    ]
+    stored = max(usable, default=0)
+    lines = [
+        plan.reason,
+        "",
+        f"model           {plan.model}, {plan.kv_bytes_per_token:,.0f} bytes of KV per token"
+        + (f" and rank (tp {plan.tp})" if plan.tp > 1 else ""),
+        f"usable prefix   {stored:,} tokens, {show_bytes(stored * plan.kv_bytes_per_token)}",
+        f"load            {plan.load_tokens:,} tokens, {show_bytes(plan.load_bytes)}",
+        f"recompute       {plan.recompute_tokens:,} tokens",
+        f"predicted TTFT  {show_seconds(plan.ttft_s)}, of which {show_seconds(plan.exposed_s)} exposed",
+    ]
+    for path, estimate in plan.estimates.items():
+        if estimate is None:
+            lines.append(f"  {path:13} none: {plan.unavailable[path]}")
+        else:
+            band = f"{show_seconds(estimate.low_s)} to {show_seconds(estimate.high_s)}"
+            loads = f", loads {estimate.load_tokens:,} tokens" if estimate.load_tokens else ""
+            lines.append(f"  {path:13} {show_seconds(estimate.ttft_s)} ({band}){loads}")
+    crossover = f"{plan.crossover_tokens:,} tokens" if plan.crossover_tokens is not None else "none"
+    rate = show_rate(plan.break_even_bytes_per_s) if plan.break_even_bytes_per_s is not None else "none"
+    lines += [
+        f"crossover       {crossover} ({plan.crossover_note})",
+        f"break-even      {rate} ({plan.break_even_note})",
+        f"parameters      {'calibrated' if plan.calibrated else 'not calibrated on this machine'}",
+    ]
+    for name, parameter in plan.parameters_from.items():
+        lines.append(f"  {name:13} {parameter.source}: {parameter.text}")
+    return "\n".join(lines)
+
+
+def run_app(application: typer.Typer, name: str, arguments: list[str] | None = None) -> int:
+    """Runs a typer application; every wrong input becomes one line on stderr and status 2."""
+    command = typer.main.get_command(application)
+    return _guarded(lambda: command.main(args=arguments, prog_name=name, standalone_mode=False), name)
+
+
+def _guarded(call: Callable[[], Any], name: str) -> int:
+    try:
+        status = call()
+    except InputError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+            raise
+        # click's usage errors, by their shape: typer may carry its own copy of click.
+        print(f"{name}: {' '.join(str(error.format_message()).split())}", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """The `kvlane` command."""
+    sys.exit(run_app(app, "kvlane"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""What a decision takes and what it says: the request, the chosen path and what every path would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from kvlane.policy.errors import InputError
+from kvlane.policy.machine import Source
+from kvlane.policy.units import show_bytes, show_rate, show_seconds
+
+Path = Literal["load", "recompute", "split"]
+Executor = Literal["bulk", "layered"]
+EXECUTORS: tuple[Executor, ...] = ("bulk", "layered")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSegment:
+    """One run of stored prefix tokens `[start, end)` that a plan loads from one tier.
+
+    `bytes` is what one rank moves for it.
+    """
+
+    tier: str
+    start: int
+    end: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+def _count(value: object, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(name, f"is {value!r}", f"a whole number of tokens, {least} or more")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: a prompt, and where how much of its prefix is stored.
+
+    `hits` maps a tier to the stored tokens counted from token 0 (one number, or one per rank of which the
+    smallest counts). `resident_tokens` lie in device KV already. `load_unit_tokens` is the smallest loadable
+    run; `tail_tokens` are always computed, since logits are needed. `prefill_chunk_tokens` is the most an
+    engine prefills in one pass, None for no limit.
+
+    Raises `InputError` naming the field.
+    """
+
+    prompt_tokens: int
+    hits: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    resident_tokens: int = 0
+    load_unit_tokens: int = 16
+    prefill_chunk_tokens: int | None = None
+    tail_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
+        _count(self.load_unit_tokens, "load_unit_tokens", 1)
+        _count(self.tail_tokens, "tail_tokens", 1)
+        if self.prefill_chunk_tokens is not None:
+            _count(self.prefill_chunk_tokens, "prefill_chunk_tokens", 1)
+        if _count(self.resident_tokens, "resident_tokens", 0) >= prompt:
+            raise InputError(
+                "resident_tokens", f"{self.resident_tokens} leave nothing to compute", f"fewer than {prompt}"
+            )
+        for tier, tokens in self.hits.items():
+            ranks = tokens if isinstance(tokens, tuple) else (tokens,)
+            if not ranks:
+                raise InputError(f"hits.{tier}", "names no tokens", "a number of tokens, or one per rank")
+            for count in ranks:
+                if _count(count, f"hits.{tier}", 0) > prompt:
+                    raise InputError(
+                        f"hits.{tier}", f"{count} tokens are more than the prompt's", f"at most {prompt}"
+                    )
+
+    def hit(self, tier: str) -> int:
+        """Stored tokens in `tier` on the rank that has fewest."""
+        tokens = self.hits[tier]
+        return min(tokens) if isinstance(tokens, tuple) else tokens
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What one path would take, in seconds, and what it would load.
+
+    `transfer_s` and `compute_s` are what copies and compute would take alone; `exposed_s` is TTFT minus
+    compute. `low_s` and `high_s` span the error band of the parameters this path depends on.
+    """
+
+    path: Path
+    ttft_s: float
+    compute_s: float
+    transfer_s: float = 0.0
+    tier: str | None = None
+    start: int = 0
+    end: int = 0
+    load_bytes: int = 0
+    band: float = 0.0
+
+    @property
+    def load_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def exposed_s(self) -> float:
+        return max(0.0, self.ttft_s - self.compute_s)
+
+    @property
+    def low_s(self) -> float:
+        return self.ttft_s * max(0.0, 1 - self.band)
+
+    @property
+    def high_s(self) -> float:
+        return self.ttft_s * (1 + self.band)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ttft_s": self.ttft_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "transfer_s": self.transfer_s,
+            "compute_s": self.compute_s,
+            "exposed_s": self.exposed_s,
+            "tier": self.tier,
+            "load_tokens": self.load_tokens,
+            "load_bytes": self.load_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Where one parameter came from: how sure it is, and its value and origin in words."""
+
+    source: Source
+    text: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """The decision for one request.
+
+    `path` is what to do; `load` lists what to load (empty when recomputing); `estimates` holds every path's
+    own best, None with a word in `unavailable` where a path does not exist. `crossover_tokens` and
+    `break_even_bytes_per_s` are None with a word in `crossover_note` / `break_even_note` where there is none.
+    Not frozen, since it is built once per decision.
+    """
+
+    model: str
+    machine: str
+    executor: Executor
+    prompt_tokens: int
+    resident_tokens: int
+    path: Path
+    load: tuple[LoadSegment, ...]
+    ttft_s: float
+    exposed_s: float
+    estimates: dict[Path, Estimate | None]
+    unavailable: dict[Path, str]
+    tie_margin: float
+    kv_bytes_per_token: float
+    tp: int
+    usable_tokens: int
+    link_bytes_per_s: float | None
+    crossover_tokens: int | None
+    crossover_note: str
+    break_even_bytes_per_s: float | None
+    break_even_note: str
+    calibrated: bool
+    parameters_from: dict[str, Parameter]
+
+    @property
+    def load_tokens(self) -> int:
+        return sum(segment.tokens for segment in self.load)
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes one rank moves."""
+        return sum(segment.bytes for segment in self.load)
+
+    @property
+    def recompute_tokens(self) -> int:
+        return self.prompt_tokens - self.resident_tokens - self.load_tokens
+
+    @property
+    def reason(self) -> str:
+        """One sentence: the inequality that decided, with its numbers."""
+        chosen = self.estimates[self.path]
+        assert chosen is not None
+        others = [other for other in self.estimates.values() if other is not None and other.path != self.path]
+        if not others:
+            missing = "; ".join(dict.fromkeys(self.unavailable.values()))
+            return f"{self._say(chosen)}: nothing to weigh it against ({missing})"
+        best = min(others, key=lambda other: other.ttft_s)
+        rest = [other for other in others if other is not best]
+        if best.ttft_s < chosen.ttft_s:
+            verdict = (
+                f"{self._say(chosen)} is within {self.tie_margin:.0%} of {self._say(best)}, and such a near-tie"
+                " goes to the steadier path"
+            )
+        else:
+            verdict = f"{self._say(chosen)} < {self._say(best)}"
+        for other in rest:
+            sign = "<" if chosen.ttft_s < other.ttft_s else ">="
+            verdict += f", {sign} {self._say(other)}"
+        if self.break_even_bytes_per_s is not None and self.link_bytes_per_s is not None:
+            sign = "above" if self.link_bytes_per_s >= self.break_even_bytes_per_s else "below"
+            verdict += (
+                f"; the link's {show_rate(self.link_bytes_per_s)} is {sign} the break-even rate of"
+                f" {show_rate(self.break_even_bytes_per_s)} for loading everything"
+            )
+        return f"{verdict} ({self.executor} executor)"
+
+    def _say(self, estimate: Estimate) -> str:
+        """One estimate in words with its parts, as far as they are disjoint."""
+        computed = self.prompt_tokens - self.resident_tokens - estimate.load_tokens
+        total = show_seconds(estimate.ttft_s)
+        if estimate.path == "recompute":
+            return f"recompute of {computed} tokens {total}"
+        load = f"{estimate.load_tokens} tokens ({show_bytes(estimate.load_bytes)}) from {estimate.tier}"
+        copy, compute = show_seconds(estimate.transfer_s), show_seconds(estimate.compute_s)
+        if self.executor == "bulk":
+            parts = f"copy {copy} then {computed} tokens computed in {compute}"
+        else:
+            parts = f"copy {copy} under {computed} tokens computed in {compute}"
+        return f"{estimate.path} of {load} {total} ({parts})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready values, the same words as the attributes; no infinities."""
+        return {
+            "model": self.model,
+            "machine": self.machine,
+            "executor": self.executor,
+            "prompt_tokens": self.prompt_tokens,
+            "resident_tokens": self.resident_tokens,
+            "usable_tokens": self.usable_tokens,
+            "path": self.path,
+            "load": [asdict(segment) for segment in self.load],
+            "load_tokens": self.load_tokens,
+            "load_bytes": self.load_bytes,
+            "recompute_tokens": self.recompute_tokens,
+            "ttft_s": self.ttft_s,
+            "exposed_s": self.exposed_s,
+            "estimates": {
+                path: None if estimate is None else estimate.to_dict()
+                for path, estimate in self.estimates.items()
+            },
+            "unavailable": dict(self.unavailable),
+            "tie_margin": self.tie_margin,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "tp": self.tp,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "crossover_tokens": self.crossover_tokens,
+            "crossover_note": self.crossover_note,
+            "break_even_bytes_per_s": self.break_even_bytes_per_s,
+            "break_even_note": self.break_even_note,
+            "calibrated": self.calibrated,
+            "parameters_from": {name: asdict(parameter) for name, parameter in self.parameters_from.items()},
+            "reason": self.reason,
+        }

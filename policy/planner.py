@@ -1,0 +1,200 @@
+"""Load, recompute, or part of each: every candidate's TTFT, and the choice.
+
+A planner holds everything that does not change between requests; `decide` is pure arithmetic on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvlane.policy.errors import InputError
+from kvlane.policy.lane import Lane
+from kvlane.policy.machine import Machine, Source
+from kvlane.policy.model import ModelSpec, bytes_per_element
+from kvlane.policy.path_cost import PathCost
+from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
+from kvlane.policy.prefill_cost import PrefillCost
+from kvlane.policy.transfer_cost import TransferCost
+from kvlane.policy.units import show_rate, show_seconds
+
+# Half-widths of an estimate's error band by where its least certain parameter came from. Declared, not
+# measured: a calibrated estimate brings the residual of its own fit instead.
+BAND: Mapping[Source, float] = {"explicit": 0.05, "calibration": 0.10, "profile": 0.25, "assumption": 0.50}
+
+_STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Prefill cost fitted to measurements of this machine, with the relative error of the fit."""
+
+    prefill: PrefillCost
+    relative_error: float
+    origin: str
+
+
+class Planner:
+    """Decides requests for one model on one machine with one executor.
+
+    `executor` is what the engine can do: `bulk` (all layers, then compute) or `layered` (each layer waits for
+    its own KV). `calibration` replaces the profile's prefill cost. `tie_margin` is the relative difference
+    under which two candidates are a near-tie.
+
+    Raises `InputError` naming the field for anything unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        machine: Machine,
+        *,
+        executor: Executor = "bulk",
+        tp: int = 1,
+        kv_dtype: str | None = None,
+        engine: str = "vllm",
+        calibration: Calibration | None = None,
+        tie_margin: float = 0.03,
+    ) -> None:
+        if executor not in EXECUTORS:
+            raise InputError("executor", f"unknown executor {executor!r}", " or ".join(EXECUTORS))
+        if not 0 <= tie_margin < 1:
+            raise InputError("tie_margin", f"is {tie_margin!r}", "a share of at least 0 and below 1")
+        if not model.uniform:
+            raise InputError("model", f"{model.name} has layers that differ", "a model of equal layers")
+        model.check_tp(tp)
+        self.model, self.machine, self.executor, self.tp = model, machine, executor, tp
+        self.tie_margin = tie_margin
+        self.kv_dtype = kv_dtype or model.kv_dtype
+        self.layers = len(model.layers)
+        self.layer_bytes_per_token = model.layers[0].kv_elements(tp) * bytes_per_element(self.kv_dtype)
+        self._parameters: dict[str, Parameter] = {}
+        if calibration is not None:
+            if calibration.prefill.layers != self.layers:
+                raise InputError(
+                    "calibration", f"is of {calibration.prefill.layers} layers", f"{self.layers} layers"
+                )
+            self.prefill = calibration.prefill
+            self._compute_band = max(calibration.relative_error, 0.01)
+            self._parameters["prefill"] = Parameter("calibration", calibration.origin)
+        else:
+            self.prefill, row = PrefillCost.from_profile(
+                model, machine, engine=engine, tp=tp, kv_dtype=self.kv_dtype
+            )
+            self._compute_band = BAND[row.source]
+            text = f"{row.engine} {row.dtype} reaches {row.efficiency:.1%} of peak: {row.origin}"
+            self._parameters["prefill"] = Parameter(row.source, text)
+        self.cost = PathCost(self.prefill, executor)
+
+    def decide(self, request: Request) -> Plan:
+        """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
+        recompute = self._recompute(request)
+        loads, splits = [], []
+        reasons = []
+        for name in request.hits:
+            lane = self._lane(name, request)
+            if lane.gain <= 0:
+                reasons.append(lane.no_gain())
+                continue
+            loads.append(lane.estimate(lane.usable))
+            split = lane.best_split()
+            if split is not None:
+                splits.append(split)
+        load = min(loads, key=_ttft, default=None)
+        split = min(splits, key=_ttft, default=None)
+        estimates: dict[Path, Estimate | None] = {"load": load, "recompute": recompute, "split": split}
+        nothing = "; ".join(reasons) if reasons else "no stored prefix"
+        unavailable: dict[Path, str] = {}
+        if load is None:
+            unavailable["load"] = nothing
+        if split is None:
+            unavailable["split"] = nothing if load is None else "the usable prefix is a single load unit"
+        return self._plan(request, estimates, unavailable)
+
+    def _plan(
+        self, request: Request, estimates: dict[Path, Estimate | None], unavailable: dict[Path, str]
+    ) -> Plan:
+        chosen = self._choose(estimates)
+        load = estimates["load"]
+        tier = chosen.tier or (load.tier if load else None)
+        crossover, crossover_note = None, "no stored prefix to load"
+        rate, rate_note = None, "no stored prefix to load"
+        link_rate = None
+        usable = request.resident_tokens
+        parameters = self._parameters
+        if tier is not None:
+            lane = self._lane(tier, request)
+            usable = lane.usable
+            crossover, crossover_note = lane.crossover()
+            rate, rate_note = lane.break_even()
+            link = lane.transfer.link
+            link_rate = lane.transfer.link.rate_at(lane.copy_bytes())
+            copies = f"{lane.transfer.copies(max(1, lane.gain))} copies a layer at {show_seconds(link.per_copy_s)} each"
+            text = f"{show_rate(link.rate_bytes_per_s)}, {copies}: {link.origin}"
+            parameters = {**parameters, f"link.{link.name}": Parameter(link.source, text)}
+        segments: tuple[LoadSegment, ...] = ()
+        if chosen.tier is not None:
+            segments = (LoadSegment(chosen.tier, chosen.start, chosen.end, chosen.load_bytes),)
+        return Plan(
+            model=self.model.name,
+            machine=self.machine.name,
+            executor=self.executor,
+            prompt_tokens=request.prompt_tokens,
+            resident_tokens=request.resident_tokens,
+            path=chosen.path,
+            load=segments,
+            ttft_s=chosen.ttft_s,
+            exposed_s=chosen.exposed_s,
+            estimates=estimates,
+            unavailable=unavailable,
+            tie_margin=self.tie_margin,
+            kv_bytes_per_token=self.layer_bytes_per_token * self.layers,
+            tp=self.tp,
+            usable_tokens=usable,
+            link_bytes_per_s=link_rate,
+            crossover_tokens=crossover,
+            crossover_note=crossover_note,
+            break_even_bytes_per_s=rate,
+            break_even_note=rate_note,
+            calibrated=all(
+                parameter.source in ("calibration", "explicit") for parameter in parameters.values()
+            ),
+            parameters_from=parameters,
+        )
+
+    def _choose(self, estimates: Mapping[Path, Estimate | None]) -> Estimate:
+        """The fastest candidate, or the steadier one of a near-tie.
+
+        Recompute depends on the device alone, a load on the link and little compute, a split on both being
+        as predicted at once. Any two candidates share their parameters, so no error band is consulted here.
+        """
+        best = min(estimate.ttft_s for estimate in estimates.values() if estimate is not None)
+        for path in _STEADIEST_FIRST:
+            estimate = estimates[path]
+            if estimate is not None and (
+                estimate.ttft_s == best or estimate.ttft_s < best * (1 + self.tie_margin)
+            ):
+                return estimate
+        raise AssertionError("recompute is always a candidate")
+
+    def _lane(self, tier: str, request: Request) -> Lane:
+        found = self.machine.tier(tier)
+        link = self.machine.links[found.link]
+        unit = request.load_unit_tokens
+        transfer = TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, unit)
+        return Lane(self.cost, transfer, tier, request, max(self._compute_band, BAND[link.source]))
+
+    def _recompute(self, request: Request) -> Estimate:
+        resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
+        seconds = self.cost.recompute_s(resident, prompt, chunk)
+        return Estimate(path="recompute", ttft_s=seconds, compute_s=seconds, band=self._compute_band)
+
+
+def _ttft(estimate: Estimate) -> float:
+    return estimate.ttft_s
+
+
+def decide(model: ModelSpec, machine: Machine, request: Request, **options: Any) -> Plan:
+    """The plan for one request; `options` are those of `Planner`. For many requests keep a `Planner`."""
+    return Planner(model, machine, **options).decide(request)
