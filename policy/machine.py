@@ -63,6 +63,10 @@ class Link:
                 f"links.{self.name}.rate_table", "is not rising in copy size", "rows (size, rate), rising"
             )
 
+    def with_latency(self, latency_s: float) -> Link:
+        """The same link with another cost per transfer."""
+        return replace(self, latency_s=latency_s)
+
     def rate_at(self, copy_bytes: float) -> float:
         """Achieved bytes per second at this copy size, linear in time per copy between table rows."""
         table = self.rate_table

@@ -178,12 +178,15 @@ class Planner:
                 return estimate
         raise AssertionError("recompute is always a candidate")
 
-    def _lane(self, tier: str, request: Request) -> Lane:
+    def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
+        """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
         found = self.machine.tier(tier)
         link = self.machine.links[found.link]
-        unit = request.load_unit_tokens
-        transfer = TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, unit)
-        return Lane(self.cost, transfer, tier, request, max(self._compute_band, BAND[link.source]))
+        return TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
+
+    def _lane(self, tier: str, request: Request) -> Lane:
+        transfer = self.transfer(tier, request.load_unit_tokens)
+        return Lane(self.cost, transfer, tier, request, max(self._compute_band, BAND[transfer.link.source]))
 
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens

@@ -33,6 +33,10 @@ class PassCost:
         pairs = new * (resident + new) if self.rectangle else attention_pairs(resident, new)
         return self.token_s * new + self.pair_s * pairs
 
+    def pass_s(self, resident: int, new: int, floor_s: float = 0.0) -> float:
+        """Seconds of the pass, its work taking at least `floor_s`."""
+        return self.overhead_s + max(self.work_s(resident, new), floor_s) + self.context_s * (resident + new)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:

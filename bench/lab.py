@@ -1,0 +1,192 @@
+"""One model on one link, and what can be measured there: answers, and copy and compute each alone."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel
+
+from kvlane.policy import pipeline
+from kvlane.policy.calibration import PrefillSample, TransferSample
+from kvlane.policy.plan import Executor, Plan, Request
+from kvlane.policy.planner import Planner
+from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
+from kvlane.streams.executor import LayerExecutor
+from kvlane.transfer.host import HostStore
+from kvlane.transfer.layout import total_bytes
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request answered: what came out, the bytes the store counted, and the plan if the policy was asked."""
+
+    result: PrefillResult
+    moved_bytes: int = 0
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AloneTimes:
+    """One load's copies and the compute beside it, each measured with the other absent, in seconds.
+
+    `arrivals` are per layer from the submission; `lead_s` is what runs before the first layer, `computes` the
+    layers, `head_s` what runs after the last one.
+    """
+
+    arrivals: tuple[float, ...]
+    lead_s: float
+    computes: tuple[float, ...]
+    head_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """The best TTFT the two allow: each layer after its own KV, nothing else in the way."""
+        layers = pipeline.recurrence((0.0, *self.arrivals), (self.lead_s, *self.computes))
+        return layers[-1] + self.head_s
+
+
+class Lab:
+    """A model's engine on a CPU backend of its own, with the link that backend has.
+
+    Close it, or use it as a context manager: it owns threads.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity_tokens: int,
+        weights_revision: str,
+        link_bytes_per_s: float | None = None,
+    ) -> None:
+        self.backend = CpuBackend(link_bytes_per_s)
+        self.engine = TransformersEngine(
+            model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
+        )
+        self._copier = LayerExecutor(self.backend)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.backend.close()
+
+    def keep(self, store: HostStore, ids: Ids, tokens: int) -> None:
+        """Store the first tokens of a prompt whose KV the engine holds."""
+        store.put(self.engine.identity, ids[:tokens], self.engine.layout, self.engine.layer_bytes(0, tokens))
+
+    def recompute(self, ids: Ids) -> Answer:
+        """Answer without any stored KV."""
+        self.engine.poison()
+        return Answer(self.engine.prefill(ids))
+
+    def load(self, store: HostStore, ids: Ids, end: int, executor: Executor) -> Answer:
+        """Answer with tokens `[0, end)` loaded; the device KV is poisoned before, outside the timed part."""
+        self.engine.poison()
+        submitted = self.backend.now()
+        hit = store.lookup(self.engine.identity, ids)
+        with store.open(hit, 0, end) as run:
+            result = self.engine.prefill(ids, load=run, mode=executor, submitted_s=submitted)
+            return Answer(result, run.bytes_moved)
+
+    def choose(self, store: HostStore, ids: Ids, planner: Planner) -> Answer:
+        """Answer by whatever path the policy picks: lookup, decision and load all in the measured time."""
+        self.engine.poison()
+        submitted = self.backend.now()
+        hit = store.lookup(self.engine.identity, ids)
+        plan = planner.decide(
+            Request(prompt_tokens=len(ids), hits={hit.tier: hit.tokens}, load_unit_tokens=store.unit_tokens)
+        )
+        if not plan.load:
+            return Answer(self.engine.prefill(ids, submitted_s=submitted), plan=plan)
+        segment = plan.load[0]
+        with store.open(hit, segment.start, segment.end) as run:
+            result = self.engine.prefill(ids, load=run, mode=planner.executor, submitted_s=submitted)
+            return Answer(result, run.bytes_moved, plan)
+
+    def alone(self, store: HostStore, ids: Ids, end: int) -> AloneTimes:
+        """Compute what follows `[0, end)` with everything resident, then copy `[0, end)` without computing."""
+        self.hold(store, ids, end)
+        result = self.engine.prefill(ids, resident=end)
+        ends = [row.compute_end_s for row in result.layers]
+        lead = result.layers[0].compute_begin_s
+        computes = tuple(after - before for before, after in zip([lead, *ends], ends, strict=False))
+        arrivals, _ = self._copies_alone(store, ids, end)
+        return AloneTimes(arrivals, lead, computes, result.head_s)
+
+    def hold(self, store: HostStore, ids: Ids, end: int) -> None:
+        """Bring stored tokens `[0, end)` into the engine's KV, by the only way there is: a load."""
+        if self.engine.holds(ids, end):
+            return
+        hit = store.lookup(self.engine.identity, ids)
+        end = -(-end // store.unit_tokens) * store.unit_tokens
+        with store.open(hit, 0, end) as run:
+            self.engine.prefill(ids[: end + 1], load=run, mode="bulk")
+
+    def sample_prefill(
+        self, ids: Ids, resident: int, new: int, repeats: int = 1
+    ) -> tuple[PrefillSample, float]:
+        """The median of several passes of `new` tokens after `resident` held ones, and the LM head's seconds."""
+        results = [self.engine.prefill(ids[: resident + new], resident=resident) for _ in range(repeats)]
+        seconds = statistics.median(result.total_s - result.head_s for result in results)
+        return PrefillSample(resident, new, seconds), statistics.median(result.head_s for result in results)
+
+    def sample_transfer(self, store: HostStore, ids: Ids, end: int, repeats: int = 3) -> TransferSample:
+        """The median of several copies of `[0, end)`, all layers, nothing computing; a first one is discarded."""
+        runs = [self._copies_alone(store, ids, end) for _ in range(repeats + 1)][1:]
+        seconds = statistics.median(arrivals[-1] for arrivals, _ in runs)
+        copies, nbytes = runs[0][1]
+        return TransferSample(nbytes, copies, seconds)
+
+    def _copies_alone(
+        self, store: HostStore, ids: Ids, end: int
+    ) -> tuple[tuple[float, ...], tuple[int, int]]:
+        """When each layer arrived after the submission, and how many copies and bytes that took."""
+        self.engine.poison()
+        hit = store.lookup(self.engine.identity, ids)
+        with store.open(hit, 0, end) as run:
+            began = self.backend.now()
+            load = self._copier.submit(run, self.engine.kv.memory, self.engine.kv.region, mode="bulk")
+            load.finish()
+        arrivals = tuple(self.backend.time_of(event) - began for event in load.arrived)
+        counts = (
+            sum(len(copies) for copies in load.copies),
+            sum(total_bytes(copies) for copies in load.copies),
+        )
+        return arrivals, counts
+
+    def lookup_s(self, store: HostStore, ids: Ids, repeats: int = 5) -> float:
+        """Seconds to look a prompt up, the median of several."""
+        times = []
+        for _ in range(repeats):
+            began = self.backend.now()
+            store.lookup(self.engine.identity, ids)
+            times.append(self.backend.now() - began)
+        return statistics.median(times)
+
+
+def timeline_rows(result: PrefillResult) -> list[dict[str, Any]]:
+    """The layers of one answer as plain values, seconds after the submission."""
+    return [
+        {
+            "layer": row.layer,
+            "bytes": row.bytes,
+            "copies": row.copies,
+            "enqueue_s": row.enqueue_s,
+            "start_s": row.start_s,
+            "arrive_s": row.arrive_s,
+            "compute_begin_s": row.compute_begin_s,
+            "compute_end_s": row.compute_end_s,
+            "exposed_s": row.exposed_s,
+        }
+        for row in result.layers
+    ]

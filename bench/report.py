@@ -1,0 +1,184 @@
+"""The reproduction in words: a table per scenario, the layer timeline, and the published pair beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlane.bench.lab import Answer
+from kvlane.bench.reproduce import Report, Reproduction
+from kvlane.bench.scenarios import Outcome
+from kvlane.policy.catalog import load_model
+from kvlane.policy.units import show_bytes, show_rate, show_seconds
+
+_HEADER = (
+    "condition",
+    "path",
+    "loaded",
+    "predicted",
+    "measured",
+    "min - max",
+    "error",
+    "speed-up",
+    "overlap",
+)
+_TIMELINE_COLUMNS = 72
+
+# The published result this reproduces the protocol of: one request of 12,370 tokens, three measurements.
+PUBLISHED_TOKENS, PUBLISHED_LOAD_S, PUBLISHED_RECOMPUTE_S = 12_370, 0.092, 0.900
+# Dense peaks: NVIDIA A100 data sheet (bf16), FuriosaAI RNGD data sheet (FP8).
+_A100_BF16_FLOPS, _RNGD_FP8_FLOPS = 312e12, 512e12
+
+
+def render(reproduction: Reproduction, host: dict[str, Any]) -> str:
+    """The whole report as text."""
+    parts = [_heading(reproduction, host)]
+    parts += [_scenario(reproduction, report) for report in reproduction.reports]
+    parts += [_timeline(reproduction.reports[1]), _answers(reproduction), _published(reproduction)]
+    return "\n\n".join(parts)
+
+
+def _heading(reproduction: Reproduction, host: dict[str, Any]) -> str:
+    per_token = reproduction.spec.kv_bytes_per_token("fp32")
+    return "\n".join(
+        (
+            f"model    {reproduction.options.shape}; {per_token:,.0f} bytes of KV per token",
+            f"device   {host['processor']}, {host['cores']} cores, one of them computing;"
+            f" torch {host['torch']}, transformers {host['transformers']}, Python {host['python']}",
+            f"protocol one request at a time, {reproduction.options.reps} measurements per condition, interleaved;"
+            " calibrated on other lengths and prefixes",
+        )
+    )
+
+
+def _scenario(reproduction: Reproduction, report: Report) -> str:
+    scenario = report.scenario
+    stored = (
+        "all of it stored"
+        if scenario.stored_tokens >= scenario.tokens
+        else f"{scenario.stored_tokens:,} of them stored"
+    )
+    link = report.planner.transfer("host", 1).link
+    kind = "plain memcpy" if report.paced_bytes_per_s is None else "a link paced at this rate"
+    rate = report.paced_bytes_per_s or link.rate_bytes_per_s
+    title = (
+        f"{scenario.key}  {scenario.title}: a prompt of {scenario.tokens:,} tokens, {stored};"
+        f" {show_rate(rate)} ({kind})"
+    )
+    recompute = next((o for o in report.outcomes if o.condition.path == "recompute"), None)
+    if recompute is not None:
+        base = recompute.median_s
+    else:
+        # Scenario B has A's prompt, and so A's recompute.
+        base = next(o for o in reproduction.reports[0].outcomes if o.condition.path == "recompute").median_s
+    rows = [_HEADER, *(_row(outcome, base) for outcome in report.outcomes)]
+    plan = next(
+        outcome for outcome in report.outcomes if outcome.condition.name == "choice"
+    ).median_answer.plan
+    assert plan is not None
+    return "\n".join((title, _table(rows), f"chosen: {plan.reason}"))
+
+
+def _row(outcome: Outcome, recompute_s: float) -> tuple[str, ...]:
+    condition, measured = outcome.condition, outcome.measured_s
+    median = outcome.median_s
+    efficiency = outcome.median_efficiency
+    return (
+        condition.name,
+        condition.path if condition.executor is None else f"{condition.path}, {condition.executor}",
+        show_bytes(outcome.answers[0].moved_bytes) if condition.load_tokens else "-",
+        show_seconds(condition.predicted_s),
+        show_seconds(median),
+        f"{show_seconds(min(measured))} - {show_seconds(max(measured))}",
+        f"{condition.predicted_s / median - 1:+.1%}",
+        f"{recompute_s / median:.2f}x" if recompute_s < 10 * median else f"{recompute_s / median:.0f}x",
+        "-" if efficiency is None else f"{efficiency:.2f}",
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("   " + "  ".join(cells).rstrip())
+    lines.insert(1, "   " + "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _timeline(report: Report) -> str:
+    outcome = next(outcome for outcome in report.outcomes if outcome.condition.name == "layered load")
+    answer = outcome.median_answer
+    title = (
+        f"layers of {report.scenario.key}'s layered load ({show_seconds(answer.result.total_s)};"
+        " copy =, compute #, compute waiting .)"
+    )
+    return "\n".join((title, *_timeline_lines(answer)))
+
+
+def _timeline_lines(answer: Answer) -> list[str]:
+    total = answer.result.total_s
+
+    def column(seconds: float) -> int:
+        return min(_TIMELINE_COLUMNS, max(0, round(seconds / total * _TIMELINE_COLUMNS)))
+
+    def bar(spans: list[tuple[float, float, str]]) -> str:
+        cells = [" "] * _TIMELINE_COLUMNS
+        for start, end, mark in spans:
+            first = min(column(start), _TIMELINE_COLUMNS - 1)
+            for at in range(first, max(column(end), first + 1)):
+                cells[at] = mark
+        return "".join(cells).rstrip()
+
+    lines = []
+    for row in answer.result.layers:
+        assert row.start_s is not None
+        assert row.arrive_s is not None
+        assert row.reached_s is not None
+        waited = row.reached_s + row.exposed_s
+        compute = [(row.compute_begin_s, row.reached_s, "#"), (waited, row.compute_end_s, "#")]
+        if row.exposed_s > total / _TIMELINE_COLUMNS / 2:
+            compute.append((row.reached_s, waited, "."))
+        lines.append(f"   {row.layer:3} copy    |{bar([(row.start_s, row.arrive_s, '=')])}")
+        lines.append(f"       compute |{bar(compute)}")
+    return lines
+
+
+def _answers(reproduction: Reproduction) -> str:
+    outcomes = [outcome for report in reproduction.reports for outcome in report.outcomes]
+    largest = max(difference for outcome in outcomes for difference in outcome.logit_differences)
+    count = sum(len(outcome.answers) for outcome in outcomes)
+    return (
+        f"answers  all {count} gave the first token that recomputing gives; largest logit difference {largest:.2g}, the"
+        f" two largest logits lie {reproduction.top2_gap:.2g} apart; bytes loaded equal the plan's every time"
+    )
+
+
+def _published(reproduction: Reproduction) -> str:
+    """The published pair and what fits it, and why its ratio is not this machine's."""
+    model = load_model("llama-3.1-8b")
+    moved = PUBLISHED_TOKENS * model.kv_bytes_per_token()
+    flop = model.prefill_flop(0, PUBLISHED_TOKENS)
+    flops = flop / PUBLISHED_RECOMPUTE_S
+    ours = {outcome.condition.name: outcome for outcome in reproduction.reports[0].outcomes}
+    recompute, load = ours["recompute"].median_s, ours["bulk load"].median_s
+    own_flop = reproduction.spec.prefill_flop(0, reproduction.options.tokens)
+    own_rate = ours["bulk load"].answers[0].moved_bytes / load
+    return "\n".join(
+        (
+            f"published  {PUBLISHED_TOKENS:,} tokens: load {show_seconds(PUBLISHED_LOAD_S)}, recompute"
+            f" {show_seconds(PUBLISHED_RECOMPUTE_S)}, {PUBLISHED_RECOMPUTE_S / PUBLISHED_LOAD_S:.1f}x; model, dtype and"
+            " card count are not named",
+            f"  what fits: an 8B dense model with 16-bit KV, {show_bytes(moved)} in {show_seconds(PUBLISHED_LOAD_S)} ="
+            f" {show_rate(moved / PUBLISHED_LOAD_S)}, and {flop:.3g} FLOP in {show_seconds(PUBLISHED_RECOMPUTE_S)} ="
+            f" {flops / 1e12:.0f} TFLOP/s:",
+            f"  {flops / _RNGD_FP8_FLOPS:.0%} of the FP8 peak of one RNGD card, or"
+            f" {flops / _A100_BF16_FLOPS:.0%} of the bf16 peak of one A100 with PCIe 4",
+            f"this run   {reproduction.options.tokens:,} tokens: load {show_seconds(load)}"
+            f" ({show_rate(own_rate)}), recompute {show_seconds(recompute)} ({own_flop / recompute / 1e9:.0f} GFLOP/s),"
+            f" {recompute / load:.0f}x",
+            "  this ratio is the balance of one CPU core and its memcpy; it is not comparable with the published one",
+        )
+    )

@@ -1,0 +1,299 @@
+"""The 12,370-token reproduction on this machine's CPU: calibrate, predict, measure, compare."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import LlamaForCausalLM
+
+from kvlane.bench.lab import Answer, Ids, Lab
+from kvlane.bench.scenarios import (
+    UNIT_TOKENS,
+    Outcome,
+    Scenario,
+    chat_turn,
+    measure,
+    near_break_even,
+    published,
+)
+from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
+from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner
+from kvlane.policy.errors import InputError
+from kvlane.policy.model import ModelSpec
+from kvlane.policy.planner import Planner
+from kvlane.policy.units import show_bytes
+from kvlane.transfer.host import HostStore
+
+SHORTEST_PROMPT = 512
+_SEED = 12_370
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to reproduce. `link_bytes_per_s` is scenario A's link, None for plain memcpy."""
+
+    tokens: int = 12_370
+    reps: int = 3
+    shape: Shape = field(default_factory=Shape)
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < SHORTEST_PROMPT:
+            raise InputError(
+                "tokens", f"is {self.tokens}", f"{SHORTEST_PROMPT} or more: shorter prompts measure nothing"
+            )
+        if self.reps < 1:
+            raise InputError("reps", f"is {self.reps}", "1 or more")
+
+
+@dataclass(slots=True)
+class Report:
+    """One scenario done: the policy as calibrated for it, its link's pace (None for plain memcpy), the outcomes."""
+
+    scenario: Scenario
+    planner: Planner
+    paced_bytes_per_s: float | None
+    outcomes: list[Outcome]
+
+
+@dataclass(slots=True)
+class Reproduction:
+    """Everything measured, for the table and for `results.json`."""
+
+    options: Options
+    spec: ModelSpec
+    reports: list[Report]
+    top2_gap: float
+
+
+class _Steps(AbstractContextManager["_Steps"]):
+    """A progress bar on stderr, or a line a step where nobody watches a terminal."""
+
+    def __init__(self, total: float) -> None:
+        console = Console(stderr=True)
+        self._lines = None if console.is_terminal else console
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        self._bar = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=self._lines is not None,
+        )
+        self._task = self._bar.add_task("starting", total=total)
+
+    def __call__(self, what: str, work: float) -> None:
+        if self._lines is not None:
+            self._lines.print(what, highlight=False)
+        self._bar.update(self._task, advance=work, description=f"{what:52}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._bar.update(self._task, completed=self._bar.tasks[0].total)
+        self._bar.stop()
+
+
+# What to calibrate each scenario on, in shares of its prompt: full prefills, and passes (prefix, suffix, times)
+# after a prefix, a suffix of 0 being the scenario's own bare suffix after another prefix. No scenario's own
+# length or prefix is among them.
+_FRESH = {"A": (1 / 6, 1 / 3, 1 / 2, 3 / 4), "C": (3 / 8, 1 / 2, 3 / 4, 5 / 4)}
+_EXTEND = {
+    "A": ((0.9, 0.0, 3), (0.75, 0.0, 2), (0.5, 0.0, 1), (0.9, 0.02, 1), (0.75, 0.05, 1), (0.4, 0.1, 1)),
+    "B": ((0.9, 0.024, 1), (0.9, 0.04, 1), (0.8, 0.075, 1), (0.7, 0.05, 1), (0.6, 0.09, 1), (0.5, 0.03, 1)),
+    "C": (
+        (1.1, 0.0, 1),
+        (0.7, 0.0, 1),
+        (0.9, 0.15, 1),
+        (0.75, 0.2, 1),
+        (0.7, 0.5, 1),
+        (0.5, 0.25, 1),
+        (0.5, 0.4, 1),
+        (0.3, 0.55, 1),
+        (0.1, 0.8, 1),
+    ),
+}
+_LINK = {"A": (0.1, 0.4, 0.9), "B": (0.03, 0.08, 0.15), "C": (0.05, 0.1, 0.2)}
+# The calibration prompt is held up to this share of the prompt.
+_HELD = 0.95
+
+
+def reproduce(options: Options) -> Reproduction:
+    """Runs the three scenarios, one request at a time, on one compute thread.
+
+    Raises `InputError` for sizes that cannot be run here, `WrongAnswerError` when any path's answer differs.
+    """
+    torch.set_num_threads(1)
+    model = build_model(options.shape, options.tokens, _SEED)
+    spec = spec_of(model)
+    _check_memory(spec, options.tokens)
+    with _Steps(_total_work(spec, options)) as step, _lab(model, options, None) as home:
+        return _Bench(options, model, spec, home, step).run()
+
+
+class _Bench:
+    """One reproduction under way. `home` is the lab whose link is plain memory, where everything is calibrated."""
+
+    def __init__(
+        self, options: Options, model: LlamaForCausalLM, spec: ModelSpec, home: Lab, step: Tick
+    ) -> None:
+        self.options, self.model, self.spec, self.home, self.step = options, model, spec, home, step
+        self.tuner = Tuner(home, spec, self._prompt(options.tokens, 1), UNIT_TOKENS, step)
+        self.ids = self._prompt(options.tokens, 2)
+        self.stored, self.earlier = HostStore(UNIT_TOKENS), HostStore(UNIT_TOKENS)
+
+    def run(self) -> Reproduction:
+        a, b, c = _scenarios(self.options.tokens)
+        self.step("the prefill that writes the store", 0.0)
+        reference = self.home.recompute(self.ids)
+        self.home.keep(self.stored, self.ids, a.stored_tokens)
+        self.home.keep(self.earlier, self.ids, b.stored_tokens)
+        self.step("stored", self.spec.prefill_flop(0, a.tokens))
+        fresh = self.tuner.fresh(_lengths(a))
+        self.tuner.keep(_whole_units(_HELD * a.tokens))
+        reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
+        logits = np.sort(reference.result.logits)
+        return Reproduction(self.options, self.spec, reports, float(logits[-1] - logits[-2]))
+
+    def _published(self, scenario: Scenario, fresh: PassSamples) -> Report:
+        extend = self.tuner.extend(_points(scenario))
+        rate = self.options.link_bytes_per_s
+        if rate is None:
+            return self._report(scenario, self.home, fresh, extend, self.stored, self.ids)
+        with _lab(self.model, self.options, rate) as lab:
+            return self._report(scenario, lab, fresh, extend, self.stored, self.ids)
+
+    def _chat_turn(self, scenario: Scenario, fresh: PassSamples, reference: Answer) -> Report:
+        """On a link on which a layer's KV takes as long to load as a layer of the suffix takes to compute."""
+        extend = self.tuner.extend(_points(scenario))
+        layer_s = extend.fit.cost.pass_s(scenario.usable_tokens, scenario.suffix_tokens) / len(
+            self.spec.layers
+        )
+        layer_bytes = scenario.usable_tokens * self.spec.kv_bytes_per_token("fp32") / len(self.spec.layers)
+        with _lab(self.model, self.options, layer_bytes / layer_s) as lab:
+            return self._report(scenario, lab, fresh, extend, self.earlier, self.ids, reference)
+
+    def _near_break_even(self, scenario: Scenario) -> Report:
+        """On a link on which loading everything takes as long as computing everything."""
+        ids = self._prompt(scenario.tokens, 3)
+        store = HostStore(UNIT_TOKENS)
+        self.home.recompute(ids)
+        self.home.keep(store, ids, scenario.stored_tokens)
+        self.step("stored", self.spec.prefill_flop(0, scenario.tokens))
+        fresh = self.tuner.fresh(_lengths(scenario))
+        extend = self.tuner.extend(_points(scenario))
+        anywhere = self._planner(scenario, self.home, fresh, extend)
+        rate = scenario.plan(anywhere).break_even_bytes_per_s
+        if rate is None:
+            raise InputError(
+                "tokens", "are too few: loading the short prompt saves no time here", "a longer prompt"
+            )
+        with _lab(self.model, self.options, rate) as lab:
+            return self._report(scenario, lab, fresh, extend, store, ids)
+
+    def _report(
+        self,
+        scenario: Scenario,
+        lab: Lab,
+        fresh: PassSamples,
+        extend: PassSamples,
+        store: HostStore,
+        ids: Ids,
+        reference: Answer | None = None,
+    ) -> Report:
+        """Calibrates the link of `lab`, predicts, and only then measures."""
+        planner = self._planner(scenario, lab, fresh, extend)
+        outcomes = measure(
+            scenario, lab, store, ids, planner, self.options.reps, reference, self.spec, self.step
+        )
+        return Report(scenario, planner, lab.backend.link_bytes_per_s, outcomes)
+
+    def _planner(self, scenario: Scenario, lab: Lab, fresh: PassSamples, extend: PassSamples) -> Planner:
+        lengths = [_whole_units(share * scenario.tokens) for share in _LINK[scenario.key]]
+        link = self.tuner.link(lab, lengths)
+        return self.tuner.planner(scenario.tokens, fresh, extend, link, "layered")
+
+    def _prompt(self, tokens: int, number: int) -> Ids:
+        return random_prompt(self.options.shape, tokens, _SEED + number)
+
+
+def _scenarios(tokens: int) -> tuple[Scenario, Scenario, Scenario]:
+    return published(tokens), chat_turn(tokens), near_break_even(tokens)
+
+
+def _lab(model: LlamaForCausalLM, options: Options, link_bytes_per_s: float | None) -> Lab:
+    return Lab(model, options.tokens, f"seed-{_SEED}", link_bytes_per_s)
+
+
+def _whole_units(tokens: float) -> int:
+    return max(UNIT_TOKENS, round(tokens / UNIT_TOKENS) * UNIT_TOKENS)
+
+
+def _lengths(scenario: Scenario) -> list[int]:
+    """Full prefills to calibrate on, none as long as the scenario's prompt."""
+    lengths = {_whole_units(share * scenario.tokens) for share in _FRESH[scenario.key]}
+    return sorted(length + (length == scenario.tokens) for length in lengths)
+
+
+def _points(scenario: Scenario) -> list[Point]:
+    """Passes after a prefix to calibrate on, none after the scenario's own prefix."""
+    return [
+        Point(
+            round(prefix * scenario.tokens),
+            max(scenario.suffix_tokens, round(suffix * scenario.tokens)),
+            times,
+        )
+        for prefix, suffix, times in _EXTEND[scenario.key]
+    ]
+
+
+def _total_work(spec: ModelSpec, options: Options) -> float:
+    """FLOP of everything to come, for the progress bar."""
+    a, b, c = _scenarios(options.tokens)
+    held = _whole_units(_HELD * a.tokens)
+    passes = [(0, length) for length in (a.tokens, *_lengths(a), c.tokens, *_lengths(c))]
+    passes.append((_lengths(a)[-1], held - _lengths(a)[-1]))
+    passes += [
+        (point.resident, point.new)
+        for scenario in (a, b, c)
+        for point in _points(scenario)
+        for _ in range(point.repeats)
+    ]
+    measured = [
+        (0, a.tokens),
+        (0, c.tokens),
+        *[(b.usable_tokens, b.suffix_tokens)] * 4,
+        *[(c.tokens // 2,) * 2] * 3,
+    ]
+    passes += measured * options.reps
+    return sum(spec.prefill_flop(resident, new) for resident, new in passes)
+
+
+def _check_memory(spec: ModelSpec, tokens: int) -> None:
+    """Three stores and three device blocks of the longest prompt, and what a full prefill needs beside."""
+    needed = 6 * tokens * spec.kv_bytes_per_token("fp32") + 2e9
+    try:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return  # a system that does not say
+    if needed > available:
+        raise InputError(
+            "tokens",
+            f"{tokens} tokens of this model need about {show_bytes(needed)}, {show_bytes(available)} are free",
+            "a shorter prompt or a smaller model",
+        )

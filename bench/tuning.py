@@ -1,0 +1,118 @@
+"""Calibrates the policy for one scenario: on other prompts, other lengths and other prefixes than it measures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvlane.bench.lab import Ids, Lab
+from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample, fit_link, fit_pass
+from kvlane.policy.machine import Device, Machine, Tier
+from kvlane.policy.model import ModelSpec
+from kvlane.policy.plan import Executor
+from kvlane.policy.planner import Calibration, Planner
+from kvlane.policy.prefill_cost import PrefillCost
+from kvlane.transfer.host import HostStore
+
+Tick = Callable[[str, float], None]
+"""Called after each step: what it was, and its share of the work (FLOP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One prefill to sample: `new` tokens after `resident`, so many times."""
+
+    resident: int
+    new: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PassSamples:
+    """Samples of one kind of pass, the fit to them, and the LM head's seconds."""
+
+    samples: tuple[PrefillSample, ...]
+    fit: PassFit
+    head_s: float
+
+
+class Tuner:
+    """Measures a calibration prompt on the lab whose link is plain memory, and fits the policy to it.
+
+    The prompt's KV is kept in a store of its own, so that any prefix of it can be held again at once.
+    """
+
+    def __init__(self, lab: Lab, spec: ModelSpec, ids: Ids, unit_tokens: int, tick: Tick) -> None:
+        self.lab, self.spec, self.ids, self.tick = lab, spec, ids, tick
+        self.store = HostStore(unit_tokens)
+
+    def fresh(self, lengths: Sequence[int]) -> PassSamples:
+        """Full prefills of these lengths. One causal kernel serves them: it skips what is masked."""
+        taken = [self._sample(Point(0, length)) for length in sorted(lengths)]
+        samples = [sample for sample, _ in taken]
+        return PassSamples(tuple(samples), fit_pass(samples), statistics.median(head for _, head in taken))
+
+    def keep(self, tokens: int) -> None:
+        """Stores the calibration prompt's KV up to so many tokens, computing those the engine does not hold yet."""
+        if not self.lab.engine.holds(self.ids, tokens):
+            held = self.lab.engine.held_tokens
+            self._sample(Point(held, tokens - held))
+        self.lab.keep(self.store, self.ids, tokens)
+
+    def extend(self, points: Sequence[Point]) -> PassSamples:
+        """Passes after a held prefix. With one transformers builds a mask, and the CPU kernel then computes
+        masked entries too: the rectangle."""
+        samples, heads = [], []
+        for point in points:
+            self.lab.hold(self.store, self.ids, point.resident)
+            sample, head = self._sample(point)
+            # A repeated point counts as often in the fit: it is the one the scenario leans on.
+            samples += [sample] * point.repeats
+            heads.append(head)
+        return PassSamples(tuple(samples), fit_pass(samples, rectangle=True), statistics.median(heads))
+
+    def link(self, lab: Lab, lengths: Sequence[int]) -> LinkFit:
+        """Copies of these lengths over the link of `lab`, with nothing computing."""
+        samples = []
+        for length in lengths:
+            samples.append(lab.sample_transfer(self.store, self.ids, length))
+            self.tick(f"calibrating the link on {length:,} tokens", 0.0)
+        return fit_link("host link", samples, f"{len(samples)} transfers measured on this machine")
+
+    def planner(
+        self, prompt_tokens: int, fresh: PassSamples, extend: PassSamples, link: LinkFit, executor: Executor
+    ) -> Planner:
+        """The policy for this machine as just measured. Looking the prompt up counts as load time."""
+        lookup_s = self.lab.lookup_s(self.store, self.ids) * prompt_tokens / len(self.ids)
+        cost = PrefillCost(
+            layers=len(self.spec.layers),
+            fresh=fresh.fit.cost,
+            extend=extend.fit.cost,
+            head_s=statistics.median((fresh.head_s, extend.head_s)),
+        )
+        count = len(fresh.samples) + len(extend.samples)
+        error = max(fresh.fit.relative_error, extend.fit.relative_error)
+        calibration = Calibration(cost, error, f"{count} prefills measured on this machine")
+        machine = cpu_machine(link, lookup_s)
+        return Planner(self.spec, machine, executor=executor, kv_dtype="fp32", calibration=calibration)
+
+    def _sample(self, point: Point) -> tuple[PrefillSample, float]:
+        taken = self.lab.sample_prefill(self.ids, point.resident, point.new, point.repeats)
+        after = f" after {point.resident:,}" if point.resident else ""
+        work = point.repeats * self.spec.prefill_flop(point.resident, point.new)
+        self.tick(f"calibrating on {point.new:,} tokens{after}", work)
+        return taken
+
+
+def cpu_machine(link: LinkFit, lookup_s: float) -> Machine:
+    """This machine: host memory one link away from the device's KV, K and V lying apart."""
+    measured = link.link.with_latency(lookup_s)
+    tier = Tier("host", measured.name, run_tokens=None, runs_per_layer=2)
+    return Machine(
+        name="this machine",
+        device=Device("one CPU core"),
+        links={measured.name: measured},
+        tiers={tier.name: tier},
+        prefill=(),
+    )

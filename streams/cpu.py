@@ -1,0 +1,295 @@
+"""The CPU as a device: compute on the calling thread, one thread per copy stream, and real copies.
+
+With `link_bytes_per_s` every copy stream shares one link of that rate: the copies stay real, and each piece of them
+is finished no earlier than such a link would have finished it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvlane.policy.errors import InputError
+from kvlane.streams.backend import Event, Flag, Stream
+from kvlane.transfer.host import touched_bytes
+from kvlane.transfer.layout import CopyDescriptor
+from kvlane.transfer.store import HostBytes
+
+_MIN_PIECE_BYTES = 256 * 1024
+_MAX_PIECE_BYTES = 1024 * 1024
+_PIECE_S = 500e-6
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class CopyCancelledError(RuntimeError):
+    """The copy was dropped before it was whole, because its load had been given up."""
+
+
+class CpuEvent:
+    """Fired by the thread that reaches it; `time` and `failure` are written before that."""
+
+    __slots__ = ("failure", "fired", "recorded", "time")
+
+    def __init__(self) -> None:
+        self.recorded = False
+        self.fired = threading.Event()
+        self.time = 0.0
+        self.failure: BaseException | None = None
+
+
+class _ComputeStream:
+    """The calling thread."""
+
+    name = "compute"
+
+
+_Work: TypeAlias = Callable[[], None]
+
+
+class CpuStream:
+    """A copy stream: one thread that does what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ready_at = 0.0  # the earliest time the work at the head of the queue could have begun
+        self.failure: BaseException | None = None
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"kvlane-{name}", daemon=True)
+        self.thread.start()
+
+    def submit(self, work: _Work) -> None:
+        self._work.put(work)
+
+    def finish(self) -> None:
+        """End the thread once the work given so far is done."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  kept for the event that closes this work
+                self.failure = self.failure or error
+
+
+class PacedLink:
+    """A link of a fixed rate that several streams may share.
+
+    Deadlines are absolute and follow one another while the link is busy, so what a sleep overshoots is taken back
+    by the next piece and never adds up.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int, ready_at: float) -> float:
+        """Take the link for `nbytes` that were ready at a time; returns when they have passed it."""
+        with self._lock:
+            self._free_at = max(self._free_at, ready_at) + nbytes / self.bytes_per_s
+            return self._free_at
+
+    @property
+    def piece_bytes(self) -> int:
+        """Small enough to arrive smoothly, large enough that a piece is worth a sleep."""
+        return int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self.bytes_per_s * _PIECE_S)))
+
+
+class CpuBackend:
+    """See `Backend`. Close it, or use it as a context manager: it owns threads.
+
+    Args:
+        link_bytes_per_s: rate of the host-to-device link, plain memcpy if None.
+
+    Raises:
+        InputError: a rate that is not positive.
+    """
+
+    name = "cpu"
+
+    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+        if link_bytes_per_s is not None and not 0 < link_bytes_per_s < float("inf"):
+            raise InputError("link_bytes_per_s", f"is {link_bytes_per_s}", "a positive rate")
+        self.compute = _ComputeStream()
+        self._link = None if link_bytes_per_s is None else PacedLink(link_bytes_per_s)
+        self._lock = threading.Lock()
+        self._streams: list[CpuStream] = []
+        self._tasks: list[threading.Thread] = []
+        self._closed = False
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        return None if self._link is None else self._link.bytes_per_s
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def start(self, task: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=task, name=f"kvlane-{name}", daemon=True)
+        with self._lock:
+            assert not self._closed, "the backend is closed"
+            self._tasks = [t for t in self._tasks if t.is_alive()]
+            thread.start()
+            self._tasks.append(thread)
+
+    def flag(self) -> Flag:
+        return threading.Event()
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        # A tensor made under inference mode could not be written by the thread of a copy, which is outside it.
+        with torch.inference_mode(False):
+            return torch.from_numpy(touched_bytes(nbytes))
+
+    def host_bytes(self, nbytes: int) -> HostBytes:
+        return touched_bytes(nbytes)
+
+    def read(self, device: torch.Tensor) -> HostBytes:
+        return _bytes_of(device)
+
+    def stream(self, name: str) -> Stream:
+        with self._lock:
+            assert not self._closed, "the backend is closed"
+            stream = CpuStream(name)
+            self._streams.append(stream)
+            return stream
+
+    def event(self) -> Event:
+        return CpuEvent()
+
+    def copy(
+        self,
+        stream: Stream,
+        destination: torch.Tensor,
+        source: HostBytes,
+        copies: Sequence[CopyDescriptor],
+        cancel: Flag,
+    ) -> None:
+        assert isinstance(stream, CpuStream), "only a copy stream copies"
+        target = _bytes_of(destination)
+        submitted = self.now()
+
+        def work() -> None:
+            stream.ready_at = max(stream.ready_at, submitted)
+            for piece in self._pieces(copies):
+                if cancel.is_set():
+                    raise CopyCancelledError("the load was given up")
+                self._copy_piece(target, source, piece)
+                self._pace(stream, piece.nbytes)
+
+        stream.submit(work)
+
+    def _copy_piece(self, destination: HostBytes, source: HostBytes, piece: CopyDescriptor) -> None:
+        to = destination[piece.destination : piece.destination + piece.nbytes]
+        np.copyto(to, source[piece.source : piece.source + piece.nbytes])
+
+    def _pieces(self, copies: Sequence[CopyDescriptor]) -> Iterator[CopyDescriptor]:
+        if self._link is None:
+            yield from copies
+            return
+        step = self._link.piece_bytes
+        for copy in copies:
+            for at in range(0, copy.nbytes, step):
+                yield CopyDescriptor(
+                    copy.layer, copy.source + at, copy.destination + at, min(step, copy.nbytes - at)
+                )
+
+    def _pace(self, stream: CpuStream, nbytes: int) -> None:
+        if self._link is None:
+            return
+        deadline = self._link.reserve(nbytes, stream.ready_at)
+        while (left := deadline - self.now()) > 0:
+            time.sleep(left)
+
+    def record(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        assert not event.recorded, "an event is recorded once"
+        event.recorded = True
+        if not isinstance(stream, CpuStream):
+            event.time = self.now()
+            event.fired.set()
+            return
+
+        def work() -> None:
+            event.failure, stream.failure = stream.failure, None
+            event.time = self.now()
+            event.fired.set()
+
+        stream.submit(work)
+
+    def wait(self, stream: Stream, event: Event, timeout_s: float | None = None) -> None:
+        if not isinstance(stream, CpuStream):
+            self.synchronize(event, timeout_s)
+            return
+
+        def work() -> None:
+            self.synchronize(event, None)
+            stream.ready_at = max(stream.ready_at, self.time_of(event))
+
+        stream.submit(work)
+
+    def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
+        assert isinstance(event, CpuEvent)
+        # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
+        assert event.recorded, "waiting for an event that nobody has recorded"
+        if not event.fired.wait(timeout_s):
+            raise TimeoutError(f"not fired within {timeout_s} s")
+
+    def fired(self, event: Event) -> bool:
+        assert isinstance(event, CpuEvent)
+        return event.fired.is_set()
+
+    def time_of(self, event: Event) -> float:
+        assert isinstance(event, CpuEvent)
+        assert event.fired.is_set(), "the event has not fired"
+        return event.time
+
+    def failure(self, event: Event) -> BaseException | None:
+        assert isinstance(event, CpuEvent)
+        assert event.fired.is_set(), "the event has not fired"
+        return event.failure
+
+    def close(self) -> None:
+        """Finish what was started and end the threads.
+
+        Raises:
+            TimeoutError: a thread did not end; it is a daemon, so it does not keep the process alive.
+        """
+        with self._lock:
+            self._closed = True
+            streams, self._streams = self._streams, []
+            tasks, self._tasks = self._tasks, []
+        until = self.now() + _CLOSE_TIMEOUT_S
+        # The tasks first: they still give work to the streams and wait for it.
+        for task in tasks:
+            _join(task, until)
+        for stream in streams:
+            stream.finish()
+            _join(stream.thread, until)
+
+    def __enter__(self) -> CpuBackend:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _join(thread: threading.Thread, until: float) -> None:
+    thread.join(max(0.0, until - time.perf_counter()))
+    if thread.is_alive():
+        raise TimeoutError(f"thread {thread.name} did not end within {_CLOSE_TIMEOUT_S} s")
+
+
+def _bytes_of(device: torch.Tensor) -> HostBytes:
+    assert device.dtype == torch.uint8, "device memory is handed around as bytes"
+    view: HostBytes = device.detach().numpy()
+    return view

@@ -1,0 +1,381 @@
+"""transformers: prefills one prompt on a decoder whose KV lies in a `DeviceKv`, loading part of it meanwhile.
+
+Run against transformers 5.17 and 5.24. Each decoder layer's `update` writes its new keys and values into the
+preallocated block and then waits for its own stored ones, so the layers' copies run under the compute of the layers
+before them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvlane.policy.errors import InputError
+from kvlane.streams.backend import Backend
+from kvlane.streams.device_kv import DeviceKv
+from kvlane.streams.executor import (
+    DEFAULT_DEADLINE_S,
+    LayerExecutor,
+    LayerLoad,
+    LayerPass,
+    LayerTiming,
+    LoadError,
+    Mode,
+)
+from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids
+from kvlane.transfer.layout import KvLayout
+from kvlane.transfer.store import LayerKv, StoredRun
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Decoders run in the tests: full attention, keys and values in every layer, rotary positions."""
+
+# Rotary kinds whose keys depend on the position alone. Under the others (dynamic, longrope) the same token's key
+# depends on how long the prompt is, so it may not be reused in another prompt.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """One prompt answered.
+
+    Attributes:
+        first_token: the id of largest logit.
+        logits: of the first new token, float32 [vocabulary].
+        mode: how the load ran, None without one.
+        resident_tokens: were on the device already.
+        loaded_tokens: came from the store.
+        loaded_bytes: bytes of the finished copies.
+        computed_tokens: went through the model.
+        total_s: from the submission until the token's id was on the host.
+        head_s: from the end of the last layer to the same moment.
+        layers: one row per layer, seconds after the submission.
+    """
+
+    first_token: int
+    logits: npt.NDArray[np.float32]
+    mode: Mode | None
+    resident_tokens: int
+    loaded_tokens: int
+    loaded_bytes: int
+    computed_tokens: int
+    total_s: float
+    head_s: float
+    layers: tuple[LayerTiming, ...]
+
+
+def layout_of(model: PreTrainedModel) -> KvLayout:
+    """The KV of a model, from its configuration.
+
+    Raises:
+        InputError: a kind this adapter does not run, naming the configuration's field.
+    """
+    config = model.config.get_text_config()
+    _refuse_unsupported(config)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KvLayout(config.num_hidden_layers, kv_heads, head_dim, head_dim, model.dtype.itemsize)
+
+
+def identity_of(
+    model: PreTrainedModel, name: str, weights_revision: str, adapter: str | None = None
+) -> KvIdentity:
+    """The identity of a whole (not sharded) model's KV.
+
+    Args:
+        name: the checkpoint, as its users name it.
+        weights_revision: what tells its weights from every other revision's.
+        adapter: name and revision of the adapter that is active, if any.
+
+    Raises:
+        InputError: as `layout_of`.
+    """
+    return KvIdentity(
+        model=name,
+        weights_revision=weights_revision,
+        adapter=adapter,
+        kv_dtype=str(model.dtype).removeprefix("torch."),
+        layout=layout_of(model).name,
+        tp_rank=0,
+        tp_size=1,
+        positional=json.dumps(model.config.get_text_config().rope_parameters, sort_keys=True),
+    )
+
+
+class TransformersEngine:
+    """Prefills one prompt at a time on a model whose KV it holds. Not for use from several threads at once.
+
+    The block remembers which token ids its KV was computed from, so `resident` can only name what is really there.
+
+    Args:
+        model: a decoder in eval mode; it is not changed, apart from hooks while a prefill runs.
+        backend: the device it computes on.
+        capacity_tokens: longest prompt.
+        name: see `identity_of`.
+        weights_revision: see `identity_of`.
+        adapter: see `identity_of`.
+
+    Raises:
+        InputError: a kind of model this adapter does not run, or one in training mode.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: Backend,
+        capacity_tokens: int,
+        *,
+        name: str,
+        weights_revision: str,
+        adapter: str | None = None,
+    ) -> None:
+        self.layout = layout_of(model)
+        self.identity = identity_of(model, name, weights_revision, adapter)
+        if model.training:
+            raise InputError("model", "is in training mode", "model.eval()")
+        self.model = model
+        self.backend = backend
+        self.kv = DeviceKv(backend, self.layout, model.dtype, capacity_tokens)
+        self._executor = LayerExecutor(backend)
+        self._decoder_layers = _decoder_layers(model, self.layout.layers)
+        self._cache_argument = _cache_argument(model)
+        self._held: EncodedIds = np.empty(0, np.uint32)
+        self._load: LayerLoad | None = None
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.kv.region.capacity_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens' KV the block holds, from token 0."""
+        return self._held.size
+
+    def holds(self, token_ids: TokenIds, tokens: int) -> bool:
+        """Whether the block holds the KV of a prompt's first tokens."""
+        ids = encode_token_ids(token_ids)
+        return tokens <= self.held_tokens and np.array_equal(self._held[:tokens], ids[:tokens])
+
+    def poison(self, start: int = 0) -> None:
+        """Overwrite the block's KV from token `start` on with NaN and forget it.
+
+        Raises:
+            LoadError: an earlier load still writes to the block.
+        """
+        self._settle(DEFAULT_DEADLINE_S)
+        self._held = self._held[:start]
+        self.kv.poison(start)
+
+    def layer_bytes(self, start: int, end: int) -> Iterator[LayerKv]:
+        """For every layer the bytes of tokens `[start, end)` as `Store.put` takes them.
+
+        Raises:
+            InputError: tokens whose KV the block does not hold.
+        """
+        if not 0 <= start <= end <= self.held_tokens:
+            raise InputError("tokens", f"[{start}, {end}) are not held", f"at most {self.held_tokens}")
+        return self.kv.layer_bytes(start, end)
+
+    def prefill(
+        self,
+        token_ids: TokenIds,
+        resident: int = 0,
+        load: StoredRun | None = None,
+        *,
+        mode: Mode = "layered",
+        submitted_s: float | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> PrefillResult:
+        """The prompt's first new token: `resident` tokens reused, `load` loaded after them, the rest computed.
+
+        Args:
+            token_ids: the whole prompt, shape [tokens].
+            resident: leading tokens whose KV the block holds.
+            load: stored tokens `[resident, end)` of this prompt, `end` below its length; see `Store.open`. The
+                caller's handle may be closed as soon as this returns or raises.
+            mode: what the compute waits for: `layered` for each layer's own KV, `bulk` for all of it at the start.
+            submitted_s: when the request arrived, on the backend's clock, if before this call (a lookup and a decision
+                count as part of the time to the first token).
+            deadline_s: from now; a load that is not done by then is given up.
+
+        Raises:
+            InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
+                model, prompt or range.
+            LoadError: a layer did not arrive. The block then holds the resident tokens only.
+        """
+        began = self.backend.now()
+        ids = encode_token_ids(token_ids)
+        past = self._check_request(ids, resident, load)
+        self._settle(deadline_s)
+        # From here until the pass is through, nothing after the resident tokens is what these ids say.
+        self._held = self._held[:resident]
+        if load is not None:
+            self._load = self._executor.submit(
+                load, self.kv.memory, self.kv.region, mode=mode, deadline_s=deadline_s
+            )
+        steps = LayerPass(
+            self.backend, self.layout.layers, self._load, began if submitted_s is None else submitted_s
+        )
+        try:
+            logits, token, done = self._forward(ids[past:], past, steps)
+            layers = steps.finish()
+        except BaseException:
+            if self._load is not None:
+                self._load.give_up()
+            raise
+        self._load = None
+        self._held = ids.copy()
+        total_s = done - (began if submitted_s is None else submitted_s)
+        return PrefillResult(
+            first_token=token,
+            logits=logits.float().cpu().numpy(),
+            mode=None if load is None else mode,
+            resident_tokens=resident,
+            loaded_tokens=past - resident,
+            loaded_bytes=sum(row.bytes for row in layers),
+            computed_tokens=ids.size - past,
+            total_s=total_s,
+            head_s=total_s - layers[-1].compute_end_s,
+            layers=layers,
+        )
+
+    def _check_request(self, ids: EncodedIds, resident: int, load: StoredRun | None) -> int:
+        """The number of tokens that are not computed."""
+        if not 1 <= ids.size <= self.capacity_tokens:
+            raise InputError("token_ids", f"holds {ids.size} tokens", f"1 to {self.capacity_tokens}")
+        if not 0 <= resident < ids.size:
+            raise InputError("resident", f"is {resident} of {ids.size}", "leaving one token to compute")
+        if not self.holds(ids, resident):
+            raise InputError("resident", f"{resident} tokens of this prompt are not on the device")
+        if load is None:
+            return resident
+        if load.identity != self.identity:
+            raise InputError("load", "was stored under another identity", "this engine's KV")
+        if load.start != resident or not load.start < load.end < ids.size:
+            raise InputError("load", f"is [{load.start}, {load.end})", f"[{resident}, below {ids.size})")
+        if not np.array_equal(load.token_ids[: load.end], ids[: load.end]):
+            raise InputError("load", "was stored for another prompt", "the same token ids")
+        return load.end
+
+    def _settle(self, timeout_s: float) -> None:
+        # A load that failed may have left a copy under way: until it is done the block is not ours to write.
+        if self._load is not None and not self._load.settle(timeout_s):
+            raise LoadError(self.layout.layers - 1, "a copy of an earlier load is still under way")
+        self._load = None
+
+    def _forward(self, new_ids: EncodedIds, past: int, steps: LayerPass) -> tuple[torch.Tensor, int, float]:
+        """Logits [vocabulary], the token's id and the time it was on the host."""
+        cache_layers = [_CacheLayer(self.kv, layer, past, steps.ready) for layer in range(self.layout.layers)]
+        arguments: dict[str, Any] = {self._cache_argument: Cache(layers=list(cache_layers))}
+        inputs = torch.from_numpy(new_ids.astype(np.int64)).unsqueeze(0).to(self.model.device)
+        with torch.inference_mode(), _watched(self._decoder_layers, steps):
+            steps.before()
+            # No mask: without one the model derives causality from the cache's length, and may use a kernel for it.
+            output = self.model(input_ids=inputs, use_cache=True, logits_to_keep=1, **arguments)
+            logits = output.logits[0, -1]
+            token = int(logits.argmax())
+        done = self.backend.now()
+        for layer in cache_layers:
+            layer.check_visited(past + new_ids.size)
+        return logits, token, done
+
+
+class _CacheLayer(CacheLayerMixin):
+    """One layer's KV in the block, as transformers wants it: `update` is where a layer's attention gets it."""
+
+    is_sliding = False
+
+    def __init__(self, kv: DeviceKv, layer: int, past: int, ready: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keys = kv.keys(layer)
+        self._values = kv.values(layer)
+        self.is_initialized = True
+        self._layer = layer
+        self._length = past
+        self._ready = ready
+        self._updates = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the block is there from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new rows [1, kv_heads, new, width] after the past ones; returns all of them once they are there."""
+        start, end = self._length, self._length + key_states.shape[-2]
+        self._keys[:, :, start:end] = key_states
+        self._values[:, :, start:end] = value_states
+        self._length = end
+        self._updates += 1
+        # As late as can be: the projections of this layer ran under its own copy.
+        self._ready(self._layer)
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Positions and masks come from it before any update: it counts tokens still on their way, too."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return int(self._keys.shape[-2])
+
+    def check_visited(self, length: int) -> None:
+        assert self._updates == 1, f"layer {self._layer} asked for its KV {self._updates} times in one pass"
+        assert self._length == length, f"layer {self._layer} holds {self._length} of {length} tokens"
+
+
+@contextmanager
+def _watched(decoder_layers: torch.nn.ModuleList, steps: LayerPass) -> Iterator[None]:
+    """Tell the pass when each decoder layer begins and ends, while this is open."""
+    with ExitStack() as hooks:
+        for index, module in enumerate(decoder_layers):
+
+            def begin(*_: Any, layer: int = index) -> None:
+                steps.begin(layer)
+
+            def end(*_: Any, layer: int = index) -> None:
+                steps.end(layer)
+
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(end).remove)
+        yield
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if config.model_type not in MODEL_TYPES:
+        raise InputError("model_type", f"{config.model_type!r} is not supported", ", ".join(MODEL_TYPES))
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise InputError("layer_types", f"holds {', '.join(sorted(others))}", "full_attention only")
+    if getattr(config, "sliding_window", None) is not None:
+        raise InputError("sliding_window", f"is {config.sliding_window}", "null: full attention only")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type not in _ROPE_TYPES:
+        raise InputError("rope_parameters.rope_type", f"is {rope_type!r}", ", ".join(_ROPE_TYPES))
+
+
+def _decoder_layers(model: PreTrainedModel, layers: int) -> torch.nn.ModuleList:
+    found = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(found, torch.nn.ModuleList) or len(found) < layers:
+        raise InputError("model", "has no list of decoder layers", f"{layers} in model.get_decoder().layers")
+    return found
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise InputError("model", "takes no cache", "a forward with `cache` or `past_key_values`")

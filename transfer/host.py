@@ -1,0 +1,336 @@
+"""KV in host memory: whole prompts, layer-major, as the prefill that computed them wrote them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from kvlane.policy.errors import InputError
+from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids, iter_token_chain
+from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion, layer_copies
+from kvlane.transfer.store import Hit, HostBytes, LayerKv, StaleHitError, StoreFullError
+
+_PAGE_BYTES = 4096
+
+
+def touched_bytes(nbytes: int) -> HostBytes:
+    """Page-aligned host memory with every page already present, shape [nbytes].
+
+    A page's first touch costs several times the copy into it, which would be charged to the first transfer.
+    """
+    raw = np.empty(nbytes + _PAGE_BYTES, np.uint8)
+    skip = -raw.ctypes.data % _PAGE_BYTES
+    memory = raw[skip : skip + nbytes]
+    memory[::_PAGE_BYTES] = 0
+    return memory
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One stored prompt. `pins` changes under the store's lock only."""
+
+    number: int
+    identity: KvIdentity
+    token_ids: EncodedIds
+    digests: tuple[bytes, ...]
+    region: KvRegion
+    memory: HostBytes
+    pins: int = 0
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Bytes counted by a run and those retained from it; changes under the store's lock only."""
+
+    nbytes: int = 0
+
+
+class HostStore:
+    """Prompts' KV in host memory, tier `host`, least recently used evicted first.
+
+    An entry holds one whole prompt; entries that share a prefix do not share memory. Methods may be called from
+    any thread. An entry becomes visible after its last byte is written, never before.
+
+    Args:
+        unit_tokens: the load unit; prompts are stored and found in whole units.
+        capacity_bytes: most bytes to hold, no limit if None.
+        allocate: where memory comes from: a function of a byte count that returns touched memory (a device's backend
+            gives pinned memory here).
+
+    Raises:
+        InputError: a unit or a capacity below one.
+    """
+
+    tier = "host"
+
+    def __init__(
+        self,
+        unit_tokens: int,
+        capacity_bytes: int | None = None,
+        *,
+        allocate: Callable[[int], HostBytes] = touched_bytes,
+    ) -> None:
+        if unit_tokens < 1:
+            raise InputError("unit_tokens", f"is {unit_tokens}", "at least 1")
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise InputError("capacity_bytes", f"is {capacity_bytes}", "at least 1")
+        self.unit_tokens = unit_tokens
+        self.capacity_bytes = capacity_bytes
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # oldest use first
+        self._by_digest: dict[bytes, set[int]] = {}
+        self._next_number = 1
+        self._used_bytes = 0
+        self._bytes_moved = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of finished copies out of this store."""
+        with self._lock:
+            return self._bytes_moved
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held, those of puts under way included."""
+        with self._lock:
+            return self._used_bytes
+
+    def put(
+        self, identity: KvIdentity, token_ids: TokenIds, layout: KvLayout, layers: Iterable[LayerKv]
+    ) -> int:
+        """Store a prompt's whole units; returns how many tokens are now stored (0 below one unit).
+
+        A prompt that is already stored is only marked as used.
+
+        Args:
+            identity: what the KV belongs to; `identity.layout` must be `layout.name`.
+            token_ids: the prompt's ids, shape [tokens].
+            layers: for every layer in order its keys and values as flat bytes, at least the whole units' worth. Read
+                one layer at a time, so it may be a generator that copies from a device.
+
+        Raises:
+            InputError: a layout that is not the identity's, too few layers or bytes.
+            StoreFullError: larger than the capacity, or than what may be evicted.
+        """
+        if identity.layout != layout.name:
+            raise InputError("identity.layout", f"is {identity.layout}", layout.name)
+        ids = encode_token_ids(token_ids)
+        tokens = ids.size // self.unit_tokens * self.unit_tokens
+        if tokens == 0:
+            return 0
+        ids = ids[:tokens].copy()
+        digests = tuple(iter_token_chain(identity, ids, self.unit_tokens))
+        region = KvRegion(layout, tokens)
+        with self._lock:
+            holders = self._by_digest.get(digests[-1])
+            if holders:
+                self._entries.move_to_end(next(iter(holders)))
+                return tokens
+            self._reserve(region.nbytes)
+        try:
+            memory = self._allocate(region.nbytes)
+            _write(memory, region, layers)
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= region.nbytes
+            raise
+        # Published only now: until here no index knows the entry, so no reader can find it half written.
+        with self._lock:
+            entry = _Entry(self._next_number, identity, ids, digests, region, memory)
+            self._next_number += 1
+            self._entries[entry.number] = entry
+            for digest in digests:
+                self._by_digest.setdefault(digest, set()).add(entry.number)
+        return tokens
+
+    def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit:
+        """The longest stored prefix of a prompt, in whole units; also a part of a longer or different prompt's.
+
+        Raises:
+            InputError: unusable token ids.
+        """
+        tokens, number = 0, 0
+        chain = iter_token_chain(identity, encode_token_ids(token_ids), self.unit_tokens)
+        with self._lock:
+            for digest in chain:
+                holders = self._by_digest.get(digest)
+                if not holders:
+                    break
+                tokens += self.unit_tokens
+                number = next(iter(holders))
+        return Hit(self.tier, "hit" if tokens else "miss", tokens, number)
+
+    def open(self, hit: Hit, start: int, end: int) -> HostRun:
+        """Pin tokens `[start, end)` of a hit for copying; close it (or leave its `with`) to let go.
+
+        Raises:
+            InputError: a miss, or a range outside the hit or ending inside a unit.
+            StaleHitError: evicted since the lookup.
+        """
+        if not 0 <= start < end <= hit.tokens:
+            raise InputError(
+                "tokens", f"[{start}, {end}) is not inside the hit", f"0 <= start < end <= {hit.tokens}"
+            )
+        if end % self.unit_tokens:
+            raise InputError("end", f"{end} is no whole number of units", f"a multiple of {self.unit_tokens}")
+        with self._lock:
+            entry = self._entries.get(hit.entry)
+            if entry is None:
+                raise StaleHitError(f"entry {hit.entry} of tier {self.tier} was evicted after the lookup")
+            self._entries.move_to_end(entry.number)
+            entry.pins += 1
+        return HostRun(self, entry, start, end)
+
+    def clear(self) -> int:
+        """Drop every unpinned entry; returns how many stay because they are pinned."""
+        with self._lock:
+            for entry in [e for e in self._entries.values() if e.pins == 0]:
+                self._drop(entry)
+            return len(self._entries)
+
+    def _reserve(self, nbytes: int) -> None:
+        """Make room, under the lock. Nothing is dropped unless that makes enough."""
+        if self.capacity_bytes is not None:
+            excess = self._used_bytes + nbytes - self.capacity_bytes
+            victims: list[_Entry] = []
+            for entry in self._entries.values():
+                if excess <= 0:
+                    break
+                if entry.pins == 0:
+                    victims.append(entry)
+                    excess -= entry.region.nbytes
+            if excess > 0:
+                raise StoreFullError(
+                    f"tier {self.tier} has no room for {nbytes} bytes: {excess} more than can be evicted "
+                    f"from {self.capacity_bytes}"
+                )
+            for entry in victims:
+                self._drop(entry)
+        self._used_bytes += nbytes
+
+    def _drop(self, entry: _Entry) -> None:
+        assert entry.pins == 0, "a pinned entry is being read"
+        del self._entries[entry.number]
+        self._used_bytes -= entry.region.nbytes
+        for digest in entry.digests:
+            holders = self._by_digest[digest]
+            holders.discard(entry.number)
+            if not holders:
+                del self._by_digest[digest]
+
+    def _pin(self, entry: _Entry, change: int) -> None:
+        with self._lock:
+            entry.pins += change
+            assert entry.pins >= 0
+
+    def _count(self, moved: _Moved, nbytes: int) -> None:
+        with self._lock:
+            moved.nbytes += nbytes
+            self._bytes_moved += nbytes
+
+
+class HostRun:
+    """Tokens `[start, end)` of one entry, pinned until closed. See `StoredRun`."""
+
+    def __init__(
+        self, store: HostStore, entry: _Entry, start: int, end: int, moved: _Moved | None = None
+    ) -> None:
+        self._store = store
+        self._entry = entry
+        self._moved = moved or _Moved()
+        self._open = True
+        self.start = start
+        self.end = end
+
+    @property
+    def tier(self) -> str:
+        return self._store.tier
+
+    @property
+    def identity(self) -> KvIdentity:
+        return self._entry.identity
+
+    @property
+    def token_ids(self) -> EncodedIds:
+        return self._entry.token_ids
+
+    @property
+    def region(self) -> KvRegion:
+        return self._entry.region
+
+    @property
+    def memory(self) -> HostBytes:
+        assert self._open, "the run was closed: its memory may be gone"
+        return self._entry.memory
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.region.layout.bytes_per_token
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._moved.nbytes
+
+    def copies(self, layer: int, destination: KvRegion) -> tuple[CopyDescriptor, ...]:
+        """The coalesced copies of one layer into the same tokens of `destination`.
+
+        Raises:
+            InputError: another layout, or too small a destination.
+        """
+        return layer_copies(self.region, destination, layer, self.start, self.end)
+
+    def count_moved(self, nbytes: int) -> None:
+        """Count bytes whose copy has finished."""
+        self._store._count(self._moved, nbytes)
+
+    def retain(self) -> HostRun:
+        """A second handle with a pin of its own."""
+        assert self._open, "a closed run holds no pin to share"
+        self._store._pin(self._entry, +1)
+        return HostRun(self._store, self._entry, self.start, self.end, self._moved)
+
+    def close(self) -> None:
+        """Give up this handle's pin. Closing twice is harmless."""
+        if self._open:
+            self._open = False
+            self._store._pin(self._entry, -1)
+
+    def __enter__(self) -> HostRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _write(memory: HostBytes, region: KvRegion, layers: Iterable[LayerKv]) -> None:
+    layout = region.layout
+    tokens = region.capacity_tokens
+    written = 0
+    for layer, (keys, values) in enumerate(layers):
+        if layer == layout.layers:
+            raise InputError("layers", "holds more layers than the layout", str(layout.layers))
+        _write_run(memory, region.key_offset(layer), keys, tokens * layout.k_bytes_per_token, "keys", layer)
+        _write_run(
+            memory, region.value_offset(layer), values, tokens * layout.v_bytes_per_token, "values", layer
+        )
+        written += 1
+    if written < layout.layers:
+        raise InputError("layers", f"holds {written} layers", str(layout.layers))
+
+
+def _write_run(memory: HostBytes, offset: int, source: HostBytes, nbytes: int, what: str, layer: int) -> None:
+    if source.dtype != np.uint8 or source.ndim != 1:
+        raise InputError(
+            "layers", f"{what} of layer {layer} are {source.dtype}[{source.ndim}d]", "flat bytes"
+        )
+    if source.size < nbytes:
+        raise InputError("layers", f"{what} of layer {layer} are {source.size} bytes", f"at least {nbytes}")
+    np.copyto(memory[offset : offset + nbytes], source[:nbytes])

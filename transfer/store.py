@@ -1,0 +1,114 @@
+"""What every tier's store offers: put, look up, and open a run of tokens for copying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds
+from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion
+
+HostBytes: TypeAlias = npt.NDArray[np.uint8]
+LayerKv: TypeAlias = tuple[HostBytes, HostBytes]
+"""One layer's keys and values as flat bytes, `[token][head][dim]` each."""
+
+
+class StaleHitError(LookupError):
+    """The entry a hit names has been evicted since the lookup: treat it as a miss."""
+
+
+class StoreFullError(RuntimeError):
+    """No room, and nothing that may be evicted makes enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A stored prefix: tokens `[0, tokens)` of the prompt looked up.
+
+    Attributes:
+        tier: name of the tier that holds it.
+        state: `hit`, or `miss` with 0 tokens.
+        tokens: whole units, counted from token 0.
+        entry: which stored prompt, for the store's own use; 0 on a miss.
+    """
+
+    tier: str
+    state: Literal["hit", "miss"]
+    tokens: int
+    entry: int
+
+
+class StoredRun(Protocol):
+    """Tokens `[start, end)` of one stored prompt, pinned until closed: its memory is neither freed nor rewritten."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def identity(self) -> KvIdentity: ...
+    @property
+    def token_ids(self) -> EncodedIds:
+        """The ids the stored prompt was made from, from token 0 to at least `end`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def region(self) -> KvRegion:
+        """How `memory` is arranged."""
+
+    @property
+    def memory(self) -> HostBytes:
+        """The block the descriptors' source offsets count in."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a copy of the whole run moves."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of finished copies out of this run and every run retained from it."""
+
+    def copies(self, layer: int, destination: KvRegion) -> tuple[CopyDescriptor, ...]:
+        """The coalesced copies of one layer into the same tokens of `destination`."""
+
+    def count_moved(self, nbytes: int) -> None:
+        """Count bytes whose copy has finished."""
+
+    def retain(self) -> StoredRun:
+        """A second handle with a pin of its own: the copies' pin outlives the caller's."""
+
+    def close(self) -> None:
+        """Give up this handle's pin. Closing twice is harmless."""
+
+    def __enter__(self) -> StoredRun: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Store(Protocol):
+    """A tier's store. Every method may be called from any thread."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def unit_tokens(self) -> int:
+        """The load unit: smallest run of tokens stored."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of finished copies out of this store."""
+
+    def put(
+        self, identity: KvIdentity, token_ids: TokenIds, layout: KvLayout, layers: Iterable[LayerKv]
+    ) -> int: ...
+
+    def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit: ...
+
+    def open(self, hit: Hit, start: int, end: int) -> StoredRun: ...
