@@ -1,0 +1,155 @@
+"""Small random models, and backends whose copies are slow, fail or stand still."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.engines.transformers import TransformersEngine
+from kvlane.transfer.host import HostStore
+
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    # A head width that is not hidden / heads.
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+}
+
+LAYERS = 4
+UNIT = 8
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays_behind():
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("kvlane")]
+    assert not left
+
+
+def make_model(kind="llama", dtype=torch.float32, kv_heads=2, attention="sdpa", **changes):
+    config_class, model_class, extra = KINDS[kind]
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "max_position_embeddings": 1024,
+        # Wider than the default, so that attention is not nearly uniform and a wrong row of KV shows.
+        "initializer_range": 0.2,
+    }
+    config = config_class(**{**sizes, **extra, **changes})
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return model_class(config).to(dtype).eval()
+
+
+def make_ids(tokens, seed=1):
+    return torch.randint(0, 160, (tokens,), generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+class SlowBackend(CpuBackend):
+    """Every copy begins late, which widens a race until it is always lost; notes the threads that copy."""
+
+    delay_s = 0.004
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.copy_threads = set()
+
+    def _copy_piece(self, destination, source, piece):
+        self.copy_threads.add(threading.get_ident())
+        time.sleep(self.delay_s)
+        super()._copy_piece(destination, source, piece)
+
+
+class FailingBackend(CpuBackend):
+    """The first copy of one layer raises, once."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def _copy_piece(self, destination, source, piece):
+        if piece.layer == self.layer:
+            self.layer = None
+            raise OSError("link down")
+        super()._copy_piece(destination, source, piece)
+
+
+class StuckBackend(CpuBackend):
+    """The first copy of one layer stands still until `go` is set."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.go = threading.Event()
+
+    def _copy_piece(self, destination, source, piece):
+        if piece.layer == self.layer:
+            self.go.wait()
+        super()._copy_piece(destination, source, piece)
+
+    def close(self):
+        self.go.set()
+        super().close()
+
+
+def make_engine(model, backend, tokens=128):
+    return TransformersEngine(model, backend, tokens, name="tiny", weights_revision="seed-0")
+
+
+def stored(model, ids, unit=UNIT):
+    """A store that holds the prompt's KV as a real prefill wrote it, and that prefill's result."""
+    store = HostStore(unit)
+    with CpuBackend() as backend:
+        engine = make_engine(model, backend, len(ids))
+        result = engine.prefill(ids)
+        store.put(engine.identity, ids, engine.layout, engine.layer_bytes(0, len(ids)))
+    return store, result
+
+
+class Kit:
+    """What tests of this folder share; a fixture, because test folders are not importable."""
+
+    layers = LAYERS
+    unit = UNIT
+    kinds = tuple(KINDS)
+    SlowBackend = SlowBackend
+    FailingBackend = FailingBackend
+    StuckBackend = StuckBackend
+    model = staticmethod(make_model)
+    ids = staticmethod(make_ids)
+    engine = staticmethod(make_engine)
+    stored = staticmethod(stored)
+
+
+@pytest.fixture
+def kit():
+    return Kit

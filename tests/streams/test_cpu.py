@@ -1,0 +1,208 @@
+"""The CPU backend: order, errors, pacing, and threads that come back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvlane.policy.errors import InputError
+from kvlane.streams.cpu import CopyCancelledError, CpuBackend
+from kvlane.streams.probe import probe_link
+from kvlane.transfer.layout import CopyDescriptor
+from kvlane.transfer.probe import MIB
+
+
+def copy_seconds(backend, stream, device, host, copies):
+    began, ended = backend.event(), backend.event()
+    backend.record(stream, began)
+    backend.copy(stream, device, host, copies, backend.flag())
+    backend.record(stream, ended)
+    backend.synchronize(ended, 30)
+    return backend.time_of(ended) - backend.time_of(began)
+
+
+def whole(nbytes):
+    return [CopyDescriptor(0, 0, 0, nbytes)]
+
+
+class TestStream:
+    def test_copies_exactly_what_it_is_given(self):
+        with CpuBackend() as backend:
+            stream, done = backend.stream("s"), backend.event()
+            device, host = backend.device_bytes(64), backend.host_bytes(64)
+            device.zero_()
+            host[:] = np.arange(64)
+            copies = [CopyDescriptor(0, 3, 40, 5), CopyDescriptor(0, 60, 0, 4)]
+            backend.copy(stream, device, host, copies, backend.flag())
+            backend.record(stream, done)
+            backend.synchronize(done, 10)
+            expected = np.zeros(64, np.uint8)
+            expected[40:45], expected[0:4] = host[3:8], host[60:64]
+            np.testing.assert_array_equal(backend.read(device), expected)
+
+    def test_device_memory_made_under_inference_mode_can_be_copied_into(self):
+        with CpuBackend() as backend, torch.inference_mode():
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            host[:] = 7
+            copy_seconds(backend, backend.stream("s"), device, host, whole(8))
+            assert not device.is_inference()
+            assert device.tolist() == [7] * 8
+
+    def test_waits_for_an_event_of_another_stream(self, kit):
+        with kit.StuckBackend(layer=1) as backend:
+            first, second = backend.stream("first"), backend.stream("second")
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            after_first, after_second = backend.event(), backend.event()
+            backend.copy(first, device, host, [CopyDescriptor(1, 0, 0, 8)], backend.flag())
+            backend.record(first, after_first)
+            backend.wait(second, after_first)
+            backend.record(second, after_second)
+            with pytest.raises(TimeoutError):
+                backend.synchronize(after_second, 0.02)
+            backend.go.set()
+            backend.synchronize(after_second, 10)
+            assert backend.time_of(after_first) <= backend.time_of(after_second)
+
+    def test_waiting_for_an_event_nobody_recorded_is_an_error(self):
+        with CpuBackend() as backend, pytest.raises(AssertionError, match="recorded"):
+            backend.wait(backend.compute, backend.event(), 1)
+
+    def test_recording_an_event_twice_is_an_error(self):
+        with CpuBackend() as backend:
+            event = backend.event()
+            backend.record(backend.compute, event)
+            with pytest.raises(AssertionError, match="once"):
+                backend.record(backend.compute, event)
+
+
+class TestFailure:
+    def test_is_on_the_next_event_only_and_the_stream_goes_on(self, kit):
+        with kit.FailingBackend(layer=1) as backend:
+            stream = backend.stream("s")
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            events = [backend.event() for _ in range(3)]
+            for layer, event in enumerate(events):
+                backend.copy(stream, device, host, [CopyDescriptor(layer, 0, 0, 8)], backend.flag())
+                backend.record(stream, event)
+            backend.synchronize(events[2], 10)
+            assert [type(backend.failure(e)) for e in events] == [type(None), OSError, type(None)]
+
+    def test_a_cancelled_copy_is_dropped_and_says_so(self):
+        with CpuBackend() as backend:
+            stream, done, cancel = backend.stream("s"), backend.event(), backend.flag()
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            device.zero_()
+            host[:] = 1
+            cancel.set()
+            backend.copy(stream, device, host, whole(8), cancel)
+            backend.record(stream, done)
+            backend.synchronize(done, 10)
+            assert isinstance(backend.failure(done), CopyCancelledError)
+            assert device.sum() == 0
+
+
+class TestPacing:
+    RATE = 200e6
+
+    @pytest.mark.parametrize("copies", [1, 8, 1000])
+    def test_takes_as_long_as_the_link_would(self, copies):
+        # 100 ms in 256 KiB pieces: with plain sleeps every piece would be some per cent late, and that adds up.
+        total = 20_000_000
+        size = total // copies
+        runs = [CopyDescriptor(0, at, at, size) for at in range(0, total, size)]
+        with CpuBackend(self.RATE) as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(total), backend.host_bytes(total)
+            ratios = [
+                copy_seconds(backend, stream, device, host, runs) / (total / self.RATE) for _ in range(3)
+            ]
+        assert min(ratios) > 0.99
+        assert min(ratios) < 1.03
+
+    def test_follows_on_without_a_gap_between_copies(self):
+        total, parts = 10_000_000, 20
+        with CpuBackend(self.RATE) as backend:
+            stream = backend.stream("s")
+            device, host = backend.device_bytes(total), backend.host_bytes(total)
+            ratios = []
+            for _ in range(3):
+                began, ends = backend.event(), [backend.event() for _ in range(parts)]
+                backend.record(stream, began)
+                for end in ends:
+                    backend.copy(stream, device, host, whole(total // parts), backend.flag())
+                    backend.record(stream, end)
+                backend.synchronize(ends[-1], 30)
+                seconds = backend.time_of(ends[-1]) - backend.time_of(began)
+                ratios.append(seconds / (total / self.RATE))
+        assert 0.99 < min(ratios) < 1.05
+
+    def test_an_idle_link_saves_nothing_up(self):
+        total = 4_000_000
+        with CpuBackend(self.RATE) as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(total), backend.host_bytes(total)
+            for _ in range(3):
+                seconds = copy_seconds(backend, stream, device, host, whole(total))
+                assert seconds > 0.97 * total / self.RATE
+                time.sleep(0.03)
+
+    def test_two_streams_share_the_link(self):
+        total = 8_000_000
+        with CpuBackend(self.RATE) as backend:
+            streams = [backend.stream("one"), backend.stream("two")]
+            device, host = backend.device_bytes(total), backend.host_bytes(total)
+            began, ends = backend.now(), [backend.event(), backend.event()]
+            for stream, end in zip(streams, ends, strict=True):
+                backend.copy(stream, device, host, whole(total), backend.flag())
+                backend.record(stream, end)
+            for end in ends:
+                backend.synchronize(end, 30)
+            seconds = max(backend.time_of(end) for end in ends) - began
+        assert seconds > 0.97 * 2 * total / self.RATE
+
+    @pytest.mark.parametrize("rate", [0, -1.0, float("inf"), float("nan")])
+    def test_an_impossible_rate_is_refused(self, rate):
+        with pytest.raises(InputError, match="link_bytes_per_s"):
+            CpuBackend(rate)
+
+
+class TestThreads:
+    def test_end_with_the_backend(self):
+        before = threading.active_count()
+        with CpuBackend() as backend:
+            backend.stream("one")
+            backend.stream("two")
+            backend.start(lambda: time.sleep(0.02), "task")
+            assert threading.active_count() == before + 3
+        assert threading.active_count() == before
+
+    def test_finish_their_work_first(self, kit):
+        with kit.SlowBackend() as backend:
+            stream, done = backend.stream("s"), backend.event()
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            for _ in range(5):
+                backend.copy(stream, device, host, whole(8), backend.flag())
+            backend.record(stream, done)
+        assert backend.fired(done)
+
+
+def test_a_probe_finds_the_links_rate():
+    with CpuBackend(400e6) as backend:
+        (sample,) = probe_link(backend, (MIB,), working_set_bytes=4 * MIB, series_bytes=8 * MIB, reps=3)
+    assert sample.rate_bytes_per_s == pytest.approx(400e6, rel=0.1)
+
+
+def test_importing_streams_loads_no_engine_and_touches_no_device():
+    code = (
+        "import sys, kvlane.streams.executor, kvlane.streams.backend\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'executor'\n"
+        "import kvlane.streams.cpu, kvlane.streams.device_kv\n"
+        "import torch\n"
+        "assert 'transformers' not in sys.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

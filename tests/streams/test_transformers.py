@@ -1,0 +1,362 @@
+"""The transformers adapter against recompute and against transformers' own cache."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvlane.policy.errors import InputError
+from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.engines import transformers as adapter
+from kvlane.streams.executor import LayerLoad, LoadError
+from kvlane.transfer.host import HostStore
+from kvlane.transfer.layout import KvLayout
+
+TOKENS = 83  # not a whole number of units
+
+# resident tokens, end of the load: all that is usable, a part, a part after a resident prefix, one load unit.
+RUNS = [(0, 80), (0, 40), (13, 64), (72, 80)]
+
+
+def at_once(model, engine, ids, past):
+    """The reference: logits of the same KV, filled at once into the cache transformers itself would use."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(engine.layout.layers):
+        keys, values = engine.kv.keys(layer)[:, :, :past], engine.kv.values(layer)[:, :, :past]
+        cache.update(keys.clone(), values.clone(), layer)
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.inference_mode():
+        inputs = torch.tensor(ids[past:][None])
+        output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{argument: cache})
+    return output.logits[0, -1].float().numpy()
+
+
+def load(engine, store, ids, resident, end, **options):
+    """Prefill with tokens `[resident, end)` loaded and everything after the resident ones poisoned before."""
+    if resident:
+        engine.prefill(ids[:resident])
+    engine.poison(resident)
+    with store.open(store.lookup(engine.identity, ids), resident, end) as run:
+        result = engine.prefill(ids, resident, run, **options)
+        assert result.loaded_bytes == run.nbytes == run.bytes_moved
+        assert result.loaded_tokens == end - resident
+        assert result.computed_tokens == len(ids) - end
+    return result
+
+
+@pytest.mark.parametrize("mode", ["bulk", "layered"])
+@pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_late_kv_gives_the_bits_of_the_same_kv_filled_at_once(kit, kind, dtype, kv_heads, mode):
+    model, ids = kit.model(kind, dtype, kv_heads), kit.ids(TOKENS)
+    store, full = kit.stored(model, ids)
+    with kit.SlowBackend() as backend:
+        engine = kit.engine(model, backend)
+        for resident, end in RUNS:
+            late = load(engine, store, ids, resident, end, mode=mode)
+            np.testing.assert_array_equal(late.logits, at_once(model, engine, ids, end))
+            if dtype == torch.float32:
+                assert late.first_token == full.first_token
+                np.testing.assert_allclose(late.logits, full.logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_supported_kind_loads_to_the_token_of_a_plain_forward(kit, kind, attention):
+    model, ids = kit.model(kind, attention=attention), kit.ids(TOKENS)
+    with torch.inference_mode():
+        plain = model(input_ids=torch.tensor(ids[None])).logits[0, -1].numpy()
+    store, full = kit.stored(model, ids)
+    np.testing.assert_allclose(full.logits, plain, rtol=0, atol=1e-4)
+    with kit.SlowBackend() as backend:
+        late = load(kit.engine(model, backend), store, ids, 0, 80)
+    assert late.first_token == full.first_token == plain.argmax()
+    np.testing.assert_allclose(late.logits, plain, rtol=0, atol=1e-4)
+    # The comparison means something: the runner-up is further away than the tolerance.
+    runner_up, best = np.sort(plain)[-2:]
+    assert best - runner_up > 1e-3
+
+
+def test_a_prompt_that_only_begins_like_the_stored_one(kit):
+    model, ids = kit.model(), kit.ids(TOKENS)
+    store, _ = kit.stored(model, ids)
+    other = np.concatenate([ids[:43], kit.ids(30, seed=2)])
+    with kit.SlowBackend() as backend:
+        engine = kit.engine(model, backend)
+        assert store.lookup(engine.identity, other).tokens == 40
+        recomputed = engine.prefill(other)
+        late = load(engine, store, other, 0, 40)
+    assert late.first_token == recomputed.first_token
+    np.testing.assert_allclose(late.logits, recomputed.logits, rtol=0, atol=1e-4)
+
+
+def test_a_resident_prefix_needs_no_load(kit):
+    model, ids = kit.model(), kit.ids(TOKENS)
+    with CpuBackend() as backend:
+        engine = kit.engine(model, backend)
+        full = engine.prefill(ids)
+        assert engine.held_tokens == TOKENS
+        for resident in (1, 50, TOKENS - 1):
+            engine.poison(TOKENS - 1)
+            again = engine.prefill(ids, resident)
+            assert (again.first_token, again.mode, again.loaded_bytes) == (full.first_token, None, 0)
+            np.testing.assert_allclose(again.logits, full.logits, rtol=0, atol=1e-4)
+
+
+def test_the_report_adds_up(kit):
+    model, ids = kit.model(), kit.ids(TOKENS)
+    store, _ = kit.stored(model, ids)
+    with kit.SlowBackend() as backend:
+        engine = kit.engine(model, backend)
+        submitted = backend.now()
+        result = load(engine, store, ids, 0, 80, submitted_s=submitted)
+        assert 0 < result.head_s < result.total_s <= backend.now() - submitted
+    rows = result.layers
+    assert len(rows) == kit.layers
+    assert rows[-1].compute_end_s + result.head_s == pytest.approx(result.total_s)
+    assert sum(row.copies for row in rows) == 2 * kit.layers
+    assert all(0 <= row.enqueue_s <= row.start_s <= row.arrive_s <= result.total_s for row in rows)
+    assert all(row.exposed_s > 0 for row in rows)
+
+
+class TestControls:
+    """The comparisons above must fail once the thing they guard is taken away."""
+
+    def test_a_prefix_length_reported_late_is_noticed(self, kit, monkeypatch):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, full = kit.stored(model, ids)
+        length = adapter._CacheLayer.get_seq_length
+
+        def late(self):
+            return length(self) if self._updates else 0
+
+        with kit.SlowBackend() as backend:
+            engine = kit.engine(model, backend)
+            monkeypatch.setattr(adapter._CacheLayer, "get_seq_length", late)
+            wrong = load(engine, store, ids, 0, 80)
+        assert np.abs(wrong.logits - full.logits).max() > 1e-2
+
+    @pytest.mark.parametrize("mode", ["bulk", "layered"])
+    def test_a_wait_left_out_is_noticed(self, kit, monkeypatch, mode):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, _ = kit.stored(model, ids)
+        with kit.SlowBackend() as backend:
+            engine = kit.engine(model, backend)
+            monkeypatch.setattr(LayerLoad, "hold", lambda self, layer: None)
+            wrong = load(engine, store, ids, 0, 80, mode=mode)
+        assert np.isnan(wrong.logits).all()
+
+    @pytest.mark.parametrize("layer", range(4))
+    def test_one_layers_wait_left_out_is_noticed(self, kit, monkeypatch, layer):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, _ = kit.stored(model, ids)
+        hold = LayerLoad.hold
+        monkeypatch.setattr(LayerLoad, "hold", lambda self, at: None if at == layer else hold(self, at))
+        with kit.SlowBackend() as backend:
+            wrong = load(kit.engine(model, backend), store, ids, 0, 80)
+        assert np.isnan(wrong.logits).all()
+
+    def test_kv_zeroed_is_noticed(self, kit):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, full = kit.stored(model, ids)
+        with CpuBackend() as backend:
+            engine = kit.engine(model, backend)
+            with store.open(store.lookup(engine.identity, ids), 0, 80) as run:
+                run.memory[:] = 0
+            wrong = load(engine, store, ids, 0, 80)
+        assert np.abs(wrong.logits - full.logits).max() > 1e-2
+
+    def test_poison_reaches_the_logits(self, kit):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        with CpuBackend() as backend:
+            engine = kit.engine(model, backend)
+            engine.prefill(ids)
+            engine.kv.poison(70)
+            assert np.isnan(engine.prefill(ids, 80).logits).all()
+
+
+class TestFaults:
+    @pytest.mark.parametrize("mode", ["bulk", "layered"])
+    @pytest.mark.parametrize("layer", range(4))
+    def test_a_copy_that_raises_gives_no_token_and_the_engine_goes_on(self, kit, layer, mode):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, full = kit.stored(model, ids)
+        with kit.FailingBackend(layer) as backend:
+            engine = kit.engine(model, backend)
+            engine.prefill(ids[:13])
+            with store.open(store.lookup(engine.identity, ids), 13, 80) as run:
+                with pytest.raises(LoadError, match="link down") as caught:
+                    engine.prefill(ids, 13, run, mode=mode)
+                assert caught.value.layer == layer
+            assert engine.held_tokens == 13
+            with pytest.raises(InputError, match="not on the device"):
+                engine.prefill(ids, 80)
+            again = engine.prefill(ids, 13)
+            assert again.first_token == full.first_token
+            np.testing.assert_allclose(again.logits, full.logits, rtol=0, atol=1e-4)
+            # Nothing of the failed load is left: the same engine loads again, and the source is free.
+            assert load(engine, store, ids, 0, 80, mode=mode).first_token == full.first_token
+            assert store.clear() == 0
+        assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.model.layers)
+
+    def test_the_block_is_not_written_while_a_late_copy_may_still_write(self, kit):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, full = kit.stored(model, ids)
+        with kit.StuckBackend(layer=1) as backend:
+            engine = kit.engine(model, backend)
+            with store.open(store.lookup(engine.identity, ids), 0, 80) as run:
+                with pytest.raises(LoadError, match="deadline") as caught:
+                    engine.prefill(ids, 0, run, deadline_s=0.05)
+                assert caught.value.layer == 1
+            assert engine.held_tokens == 0
+            with pytest.raises(LoadError, match="still under way"):
+                engine.prefill(ids, deadline_s=0.05)
+            assert store.clear() == 1
+            backend.go.set()
+            assert engine.prefill(ids).first_token == full.first_token
+            assert store.clear() == 0
+
+    def test_an_error_of_the_model_itself_leaves_no_hook_and_no_pin(self, kit, monkeypatch):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, full = kit.stored(model, ids)
+
+        def broken(*args, **kwargs):
+            raise ArithmeticError("model broke")
+
+        with kit.SlowBackend() as backend:
+            engine = kit.engine(model, backend)
+            with store.open(store.lookup(engine.identity, ids), 0, 80) as run, monkeypatch.context() as patch:
+                patch.setattr(model.model.layers[1].mlp, "forward", broken)
+                with pytest.raises(ArithmeticError, match="model broke"):
+                    engine.prefill(ids, 0, run)
+            assert engine.held_tokens == 0
+            assert engine.prefill(ids).first_token == full.first_token
+            assert store.clear() == 0
+        assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.model.layers)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("field", "kind", "changes"),
+        [
+            ("sliding_window", "mistral", {"sliding_window": 8}),
+            ("layer_types", "qwen2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+            (
+                "rope_parameters.rope_type",
+                "llama",
+                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            ),
+        ],
+    )
+    def test_a_kind_it_does_not_run_is_refused_by_its_field(self, kit, field, kind, changes):
+        with pytest.raises(InputError) as caught:
+            adapter.layout_of(kit.model(kind, **changes))
+        assert caught.value.field == field
+
+    def test_an_unknown_kind_is_refused(self, kit):
+        model = kit.model()
+        model.config.model_type = "mamba"
+        with pytest.raises(InputError) as caught:
+            adapter.layout_of(model)
+        assert caught.value.field == "model_type"
+
+    def test_a_model_in_training_mode_is_refused(self, kit):
+        with CpuBackend() as backend, pytest.raises(InputError, match="eval"):
+            kit.engine(kit.model().train(), backend)
+
+    @pytest.mark.parametrize(
+        ("field", "ids", "resident"),
+        [
+            ("token_ids", [], 0),
+            ("token_ids", [1] * 129, 0),
+            ("token_ids", [-1], 0),
+            ("token_ids", [[1, 2], [3, 4]], 0),
+            ("resident", [1, 2, 3], 3),
+            ("resident", [1, 2, 3], -1),
+            ("resident", [1, 2, 3], 2),
+        ],
+    )
+    def test_a_bad_request_is_refused(self, kit, field, ids, resident):
+        with CpuBackend() as backend, pytest.raises(InputError) as caught:
+            kit.engine(kit.model(), backend).prefill(ids, resident)
+        assert caught.value.field == field
+
+    def test_a_run_that_is_not_the_prompts_is_refused(self, kit):
+        model, ids = kit.model(), kit.ids(TOKENS)
+        store, _ = kit.stored(model, ids)
+        with CpuBackend() as backend:
+            engine = kit.engine(model, backend)
+            other = adapter.TransformersEngine(model, backend, 128, name="tiny", weights_revision="seed-1")
+            hit = store.lookup(engine.identity, ids)
+            with store.open(hit, 0, 80) as run:
+                for bad in (ids[::-1].copy(), ids[:80], ids[:60]):
+                    with pytest.raises(InputError, match="load"):
+                        engine.prefill(bad, 0, run)
+                with pytest.raises(InputError, match="identity"):
+                    other.prefill(ids, 0, run)
+            with store.open(hit, 8, 80) as run, pytest.raises(InputError, match="load"):
+                engine.prefill(ids, 0, run)
+        assert store.clear() == 0
+
+    def test_only_kv_that_is_held_can_be_stored(self, kit):
+        with CpuBackend() as backend:
+            engine = kit.engine(kit.model(), backend)
+            engine.prefill(kit.ids(20))
+            with pytest.raises(InputError, match="held"):
+                engine.layer_bytes(0, 21)
+            engine.poison(10)
+            with pytest.raises(InputError, match="held"):
+                engine.layer_bytes(0, 11)
+
+
+class TestIdentity:
+    def test_says_what_the_kv_is(self, kit):
+        identity = adapter.identity_of(kit.model("qwen3", torch.bfloat16), "tiny", "r1", "lora-a")
+        assert identity.layout == KvLayout(4, 2, 24, 24, 2).name
+        assert (identity.kv_dtype, identity.adapter, identity.tp_size) == ("bfloat16", "lora-a", 1)
+
+    def test_follows_the_rotary_settings(self, kit):
+        identities = {
+            adapter.identity_of(kit.model(rope_parameters=rope), "tiny", "r1").positional
+            for rope in (
+                {"rope_type": "default", "rope_theta": 1e4},
+                {"rope_type": "default", "rope_theta": 5e5},
+                {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+                {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+            )
+        }
+        assert len(identities) == 4
+
+
+def test_layered_hides_copies_that_bulk_exposes():
+    """On a link that takes about as long per layer as the compute, bulk takes nearly twice as long."""
+    config = LlamaConfig(
+        hidden_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=352,
+        vocab_size=256,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 256, (1536,)).numpy()
+    store, end = HostStore(16), 1280
+    with CpuBackend() as backend:
+        engine = adapter.TransformersEngine(model, backend, 1536, name="m", weights_revision="0")
+        engine.prefill(ids)
+        store.put(engine.identity, ids, engine.layout, engine.layer_bytes(0, 1536))
+        suffix_s = min(engine.prefill(ids, end).total_s for _ in range(3))
+    with CpuBackend(end * engine.layout.bytes_per_token / suffix_s) as backend:
+        engine = adapter.TransformersEngine(model, backend, 1536, name="m", weights_revision="0")
+        seconds: dict[str, list[float]] = {"bulk": [], "layered": []}
+        for _ in range(4):
+            for mode, taken in seconds.items():
+                taken.append(load(engine, store, ids, 0, end, mode=mode).total_s)
+    assert min(seconds["bulk"]) > 1.3 * min(seconds["layered"])
