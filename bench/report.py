@@ -46,8 +46,22 @@ def _heading(reproduction: Reproduction, host: dict[str, Any]) -> str:
             f" torch {host['torch']}, transformers {host['transformers']}, Python {host['python']}",
             f"protocol one request at a time, {reproduction.options.reps} measurements per condition, interleaved;"
             " calibrated on other lengths and prefixes",
+            _memcpy(reproduction),
         )
     )
+
+
+def _memcpy(reproduction: Reproduction) -> str:
+    rates = (
+        f"{show_copy_size(sample.copy_bytes)} {show_rate(sample.rate_bytes_per_s)}"
+        for sample in reproduction.memcpy
+    )
+    return f"memcpy   by copy size: {', '.join(rates)}"
+
+
+def show_copy_size(count: int) -> str:
+    """A copy's size in the binary units sizes of copies come in."""
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def _scenario(reproduction: Reproduction, report: Report) -> str:
@@ -165,7 +179,7 @@ def _published(reproduction: Reproduction) -> str:
     ours = {outcome.condition.name: outcome for outcome in reproduction.reports[0].outcomes}
     recompute, load = ours["recompute"].median_s, ours["bulk load"].median_s
     own_flop = reproduction.spec.prefill_flop(0, reproduction.options.tokens)
-    own_rate = ours["bulk load"].answers[0].moved_bytes / load
+    moved_here = ours["bulk load"].answers[0].moved_bytes
     return "\n".join(
         (
             f"published  {PUBLISHED_TOKENS:,} tokens: load {show_seconds(PUBLISHED_LOAD_S)}, recompute"
@@ -176,9 +190,10 @@ def _published(reproduction: Reproduction) -> str:
             f" {flops / 1e12:.0f} TFLOP/s:",
             f"  {flops / _RNGD_FP8_FLOPS:.0%} of the FP8 peak of one RNGD card, or"
             f" {flops / _A100_BF16_FLOPS:.0%} of the bf16 peak of one A100 with PCIe 4",
-            f"this run   {reproduction.options.tokens:,} tokens: load {show_seconds(load)}"
-            f" ({show_rate(own_rate)}), recompute {show_seconds(recompute)} ({own_flop / recompute / 1e9:.0f} GFLOP/s),"
-            f" {recompute / load:.0f}x",
+            f"this run   {reproduction.options.tokens:,} tokens: load {show_seconds(load)}, recompute"
+            f" {show_seconds(recompute)}, {recompute / load:.0f}x; {show_bytes(moved_here)} in {show_seconds(load)} ="
+            f" {show_rate(moved_here / load)},",
+            f"  and {own_flop:.3g} FLOP in {show_seconds(recompute)} = {own_flop / recompute / 1e9:.0f} GFLOP/s",
             "  this ratio is the balance of one CPU core and its memcpy; it is not comparable with the published one",
         )
     )

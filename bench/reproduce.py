@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -32,11 +33,14 @@ from kvlane.bench.scenarios import (
 )
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
 from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner
+from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
 from kvlane.policy.planner import Planner
 from kvlane.policy.units import show_bytes
+from kvlane.streams.probe import probe_link
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.probe import CopySample
 
 SHORTEST_PROMPT = 512
 _SEED = 12_370
@@ -72,12 +76,13 @@ class Report:
 
 @dataclass(slots=True)
 class Reproduction:
-    """Everything measured, for the table and for `results.json`."""
+    """Everything measured, for the table and for `results.json`; `memcpy` is the plain link by copy size."""
 
     options: Options
     spec: ModelSpec
     reports: list[Report]
     top2_gap: float
+    memcpy: tuple[CopySample, ...]
 
 
 class _Steps(AbstractContextManager["_Steps"]):
@@ -114,7 +119,7 @@ class _Steps(AbstractContextManager["_Steps"]):
 # length or prefix is among them.
 _FRESH = {"A": (1 / 6, 1 / 3, 1 / 2, 3 / 4), "C": (3 / 8, 1 / 2, 3 / 4, 5 / 4)}
 _EXTEND = {
-    "A": ((0.9, 0.0, 3), (0.75, 0.0, 2), (0.5, 0.0, 1), (0.9, 0.02, 1), (0.75, 0.05, 1), (0.4, 0.1, 1)),
+    "A": ((0.94, 0.0, 4), (0.8, 0.0, 3), (0.9, 0.02, 1), (0.75, 0.05, 1), (0.4, 0.1, 1)),
     "B": ((0.9, 0.024, 1), (0.9, 0.04, 1), (0.8, 0.075, 1), (0.7, 0.05, 1), (0.6, 0.09, 1), (0.5, 0.03, 1)),
     "C": (
         (1.1, 0.0, 1),
@@ -128,7 +133,10 @@ _EXTEND = {
         (0.1, 0.8, 1),
     ),
 }
-_LINK = {"A": (0.1, 0.4, 0.9), "B": (0.03, 0.08, 0.15), "C": (0.05, 0.1, 0.2)}
+# Shares of the longest transfer a link is calibrated on: that of the calibration prompt held, or, on a paced link,
+# what takes so many seconds.
+_LINK = (1 / 8, 1 / 2, 1.0)
+_LONGEST_PROBE_S = 0.4
 # The calibration prompt is held up to this share of the prompt.
 _HELD = 0.95
 
@@ -139,6 +147,8 @@ def reproduce(options: Options) -> Reproduction:
     Raises `InputError` for sizes that cannot be run here, `WrongAnswerError` when any path's answer differs.
     """
     torch.set_num_threads(1)
+    # The copies' thread must not wait 5 ms for the interpreter while the compute thread runs Python.
+    sys.setswitchinterval(5e-4)
     model = build_model(options.shape, options.tokens, _SEED)
     spec = spec_of(model)
     _check_memory(spec, options.tokens)
@@ -155,6 +165,7 @@ class _Bench:
         self.options, self.model, self.spec, self.home, self.step = options, model, spec, home, step
         self.tuner = Tuner(home, spec, self._prompt(options.tokens, 1), UNIT_TOKENS, step)
         self.ids = self._prompt(options.tokens, 2)
+        self.memcpy = probe_link(home.backend)
         self.stored, self.earlier = HostStore(UNIT_TOKENS), HostStore(UNIT_TOKENS)
 
     def run(self) -> Reproduction:
@@ -168,7 +179,7 @@ class _Bench:
         self.tuner.keep(_whole_units(_HELD * a.tokens))
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         logits = np.sort(reference.result.logits)
-        return Reproduction(self.options, self.spec, reports, float(logits[-1] - logits[-2]))
+        return Reproduction(self.options, self.spec, reports, float(logits[-1] - logits[-2]), self.memcpy)
 
     def _published(self, scenario: Scenario, fresh: PassSamples) -> Report:
         extend = self.tuner.extend(_points(scenario))
@@ -197,7 +208,8 @@ class _Bench:
         self.step("stored", self.spec.prefill_flop(0, scenario.tokens))
         fresh = self.tuner.fresh(_lengths(scenario))
         extend = self.tuner.extend(_points(scenario))
-        anywhere = self._planner(scenario, self.home, fresh, extend)
+        # The break-even rate does not depend on the link's own.
+        anywhere = self.tuner.planner(scenario.tokens, fresh, extend, self._link(self.home), "layered")
         rate = scenario.plan(anywhere).break_even_bytes_per_s
         if rate is None:
             raise InputError(
@@ -217,16 +229,19 @@ class _Bench:
         reference: Answer | None = None,
     ) -> Report:
         """Calibrates the link of `lab`, predicts, and only then measures."""
-        planner = self._planner(scenario, lab, fresh, extend)
+        planner = self.tuner.planner(scenario.tokens, fresh, extend, self._link(lab), "layered")
         outcomes = measure(
             scenario, lab, store, ids, planner, self.options.reps, reference, self.spec, self.step
         )
         return Report(scenario, planner, lab.backend.link_bytes_per_s, outcomes)
 
-    def _planner(self, scenario: Scenario, lab: Lab, fresh: PassSamples, extend: PassSamples) -> Planner:
-        lengths = [_whole_units(share * scenario.tokens) for share in _LINK[scenario.key]]
-        link = self.tuner.link(lab, lengths)
-        return self.tuner.planner(scenario.tokens, fresh, extend, link, "layered")
+    def _link(self, lab: Lab) -> LinkFit:
+        longest = _HELD * self.options.tokens
+        rate = lab.backend.link_bytes_per_s
+        if rate is not None:
+            longest = min(longest, _LONGEST_PROBE_S * rate / self.spec.kv_bytes_per_token("fp32"))
+        lengths = {_whole_units(share * longest) for share in _LINK}
+        return self.tuner.link(lab, sorted(lengths), self.memcpy if rate is None else ())
 
     def _prompt(self, tokens: int, number: int) -> Ids:
         return random_prompt(self.options.shape, tokens, _SEED + number)

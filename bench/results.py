@@ -73,6 +73,9 @@ def to_dict(reproduction: Reproduction, host: dict[str, Any]) -> dict[str, Any]:
             "one_request_at_a_time": True,
             "top2_logit_gap": reproduction.top2_gap,
         },
+        "memcpy": [
+            {**asdict(sample), "rate_bytes_per_s": sample.rate_bytes_per_s} for sample in reproduction.memcpy
+        ],
         "scenarios": [_scenario(report) for report in reproduction.reports],
     }
 

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlane.bench.lab import Ids, Lab
-from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample, fit_link, fit_pass
+from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample, TransferSample, fit_link, fit_pass
 from kvlane.policy.machine import Device, Machine, Tier
 from kvlane.policy.model import ModelSpec
 from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.probe import CopySample
+
+# Smaller copies than a layer's come from the interpreter's speed, not the link's.
+_SMALLEST_PROBED_BYTES = 4 << 20
 
 Tick = Callable[[str, float], None]
 """Called after each step: what it was, and its share of the work (FLOP)."""
@@ -72,9 +76,13 @@ class Tuner:
             heads.append(head)
         return PassSamples(tuple(samples), fit_pass(samples, rectangle=True), statistics.median(heads))
 
-    def link(self, lab: Lab, lengths: Sequence[int]) -> LinkFit:
-        """Copies of these lengths over the link of `lab`, with nothing computing."""
-        samples = []
+    def link(self, lab: Lab, lengths: Sequence[int], probed: Sequence[CopySample] = ()) -> LinkFit:
+        """Copies of these lengths over the link of `lab`, with nothing computing, and what was probed of it."""
+        samples = [
+            TransferSample(sample.copy_bytes * sample.copies, sample.copies, sample.seconds)
+            for sample in probed
+            if sample.copy_bytes >= _SMALLEST_PROBED_BYTES
+        ]
         for length in lengths:
             samples.append(lab.sample_transfer(self.store, self.ids, length))
             self.tick(f"calibrating the link on {length:,} tokens", 0.0)
