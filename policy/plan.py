@@ -146,7 +146,8 @@ class Plan:
     `path` is what to do; `load` lists what to load (empty when recomputing); `estimates` holds every path's
     own best, None with a word in `unavailable` where a path does not exist. `crossover_tokens` and
     `break_even_bytes_per_s` are None with a word in `crossover_note` / `break_even_note` where there is none.
-    Not frozen, since it is built once per decision.
+    `notes` say where an estimate leaves the range its calibration was measured in. Not frozen, since it is built
+    once per decision.
     """
 
     model: str
@@ -171,6 +172,7 @@ class Plan:
     break_even_note: str
     calibrated: bool
     parameters_from: dict[str, Parameter]
+    notes: tuple[str, ...] = ()
 
     @property
     def load_tokens(self) -> int:
@@ -259,5 +261,6 @@ class Plan:
             "break_even_note": self.break_even_note,
             "calibrated": self.calibrated,
             "parameters_from": {name: asdict(parameter) for name, parameter in self.parameters_from.items()},
+            "notes": list(self.notes),
             "reason": self.reason,
         }

@@ -6,12 +6,13 @@ A planner holds everything that does not change between requests; `decide` is pu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvlane.policy.calibrated_range import CalibratedRange
 from kvlane.policy.errors import InputError
 from kvlane.policy.lane import Lane
-from kvlane.policy.machine import Machine, Source
+from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import ModelSpec, bytes_per_element
 from kvlane.policy.path_cost import PathCost
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
@@ -28,11 +29,17 @@ _STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Prefill cost fitted to measurements of this machine, with the relative error of the fit."""
+    """Prefill cost fitted to measurements of this machine, with the relative error of the fit.
 
-    prefill: PrefillCost
+    `prefill` is None where only links were measured. `link_errors` are the relative errors of calibrated links by
+    name, and `ranges` says where all of it was measured.
+    """
+
+    prefill: PrefillCost | None
     relative_error: float
     origin: str
+    link_errors: Mapping[str, float] = field(default_factory=dict)
+    ranges: CalibratedRange | None = None
 
 
 class Planner:
@@ -70,7 +77,9 @@ class Planner:
         self.layers = len(model.layers)
         self.layer_bytes_per_token = model.layers[0].kv_elements(tp) * bytes_per_element(self.kv_dtype)
         self._parameters: dict[str, Parameter] = {}
-        if calibration is not None:
+        self._link_errors = calibration.link_errors if calibration is not None else {}
+        self._ranges = calibration.ranges if calibration is not None else None
+        if calibration is not None and calibration.prefill is not None:
             if calibration.prefill.layers != self.layers:
                 raise InputError(
                     "calibration", f"is of {calibration.prefill.layers} layers", f"{self.layers} layers"
@@ -127,6 +136,7 @@ class Planner:
             lane = self._lane(tier, request)
             usable = lane.usable
             crossover, crossover_note = lane.crossover()
+            crossover_note += self._crossover_range_note(crossover, lane, request)
             rate, rate_note = lane.break_even()
             link = lane.transfer.link
             link_rate = lane.transfer.link.rate_at(lane.copy_bytes())
@@ -161,6 +171,7 @@ class Planner:
                 parameter.source in ("calibration", "explicit") for parameter in parameters.values()
             ),
             parameters_from=parameters,
+            notes=self._range_notes(request, estimates),
         )
 
     def _choose(self, estimates: Mapping[Path, Estimate | None]) -> Estimate:
@@ -186,7 +197,50 @@ class Planner:
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)
-        return Lane(self.cost, transfer, tier, request, max(self._compute_band, BAND[transfer.link.source]))
+        return Lane(
+            self.cost, transfer, tier, request, max(self._compute_band, self._link_band(transfer.link))
+        )
+
+    def _link_band(self, link: Link) -> float:
+        """A calibrated link brings its own error, as long as nothing explicit has taken its place."""
+        if link.source == "calibration" and link.name in self._link_errors:
+            return max(self._link_errors[link.name], 0.01)
+        return BAND[link.source]
+
+    def _crossover_range_note(self, crossover: int | None, lane: Lane, request: Request) -> str:
+        if self._ranges is None:
+            return ""
+        link = lane.transfer.link
+        note = self._ranges.of_prefix(
+            crossover,
+            link.name if link.source == "calibration" else None,
+            request.resident_tokens,
+            request.prompt_tokens - lane.usable,
+            self.layer_bytes_per_token * self.layers,
+        )
+        return "" if note is None else f"; {note}"
+
+    def _range_notes(self, request: Request, estimates: Mapping[Path, Estimate | None]) -> tuple[str, ...]:
+        """Where the estimates leave what was calibrated."""
+        if self._ranges is None:
+            return ()
+        chunk = request.prefill_chunk_tokens
+        notes: list[str] = []
+        for path, estimate in estimates.items():
+            if estimate is None:
+                continue
+            begin = estimate.end if estimate.load_tokens else request.resident_tokens
+            said = []
+            if self._parameters["prefill"].source == "calibration":
+                said += self._ranges.of_pass(begin, request.prompt_tokens - begin, chunk)
+            if estimate.tier is not None:
+                transfer = self.transfer(estimate.tier, request.load_unit_tokens)
+                if transfer.link.source == "calibration":
+                    count = transfer.bytes(estimate.load_tokens)
+                    copies = transfer.copies(estimate.load_tokens) * (self.layers if transfer.by_layer else 1)
+                    said += self._ranges.of_load(transfer.link.name, count, count / copies)
+            notes += [f"{path}: {note}" for note in said]
+        return tuple(notes)
 
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
