@@ -19,15 +19,13 @@ from kvlane.policy.calibration_cost import (
     fit_link,
     fit_pass,
 )
+from kvlane.policy.calibration_intake import PrefillLimits, Refusal, Span
 from kvlane.policy.calibration_observe import (
     Calibrator,
     LinkCalibrator,
     LinkObserved,
     PrefillCalibrator,
     PrefillEstimate,
-    PrefillLimits,
-    Refusal,
-    Span,
 )
 
 __all__ = [

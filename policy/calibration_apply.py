@@ -23,14 +23,14 @@ from kvlane.policy.prefill_cost import PassCost, PrefillCost
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What `Planner` takes, a record in force: `Planner(model, machine, **options)`."""
+class Parameters:
+    """What `Planner` plans with; the last four are its options."""
 
     model: ModelSpec
     machine: Machine
     engine: str
     tp: int
-    kv_dtype: str
+    kv_dtype: str | None
     calibration: Calibration | None
 
 
@@ -42,7 +42,7 @@ def calibrated(
     engine: str | None = None,
     tp: int | None = None,
     kv_dtype: str | None = None,
-) -> Calibrated:
+) -> Parameters:
     """The record in force on a model and a machine, or on its own where they are None.
 
     The model must have the record's numbers, whatever it is called; the machine must be the record's device, by its
@@ -57,27 +57,27 @@ def calibrated(
             f"is {own.name!r}, whose numbers are not those of {model.name!r}: a calibration of something else",
             "a record of the same model",
         )
-    print_ = record.fingerprint
+    mark = record.fingerprint
     device = None
     if machine is not None:
         names = (machine.name, machine.device.name)
-        device = print_.device if print_.device in names else machine.device.name
+        device = mark.device if mark.device in names else machine.device.name
     check_match(record, {"device": device, "engine": engine, "tp": tp, "kv_dtype": kv_dtype})
-    if own.weight_dtype != print_.dtype:
+    if own.weight_dtype != mark.dtype:
         raise InputError(
             "calibration.fingerprint.dtype",
-            f"is {print_.dtype!r} of a model whose weights are {own.weight_dtype!r}",
+            f"is {mark.dtype!r} of a model whose weights are {own.weight_dtype!r}",
             "the dtype of the model's weights",
         )
     where = _machine(record, machine)
     links = {name: link.relative_error for name, link in record.links.items()}
     prefill = None if record.prefill is None else _prefill(record.prefill, own)
-    return Calibrated(
+    return Parameters(
         model=own if model is None else model,
         machine=where,
-        engine=print_.engine,
-        tp=print_.tp,
-        kv_dtype=print_.kv_dtype,
+        engine=mark.engine,
+        tp=mark.tp,
+        kv_dtype=mark.kv_dtype,
         calibration=Calibration(
             prefill,
             0.0 if record.prefill is None else _error(record.prefill),

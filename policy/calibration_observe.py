@@ -9,10 +9,8 @@ Nothing here reads a clock: times come with the samples.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -23,59 +21,26 @@ from kvlane.policy.calibration_cost import (
     TransferSample,
     calibrate_link,
     calibrate_pass,
-    is_duration,
     transfer_s,
     unchecked,
 )
 from kvlane.policy.calibration_fit import weighted_quantile
+from kvlane.policy.calibration_intake import (
+    PrefillLimits,
+    Reason,
+    Refusal,
+    Span,
+    Window,
+    refuse_prefill,
+    refuse_transfer,
+)
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Link
 from kvlane.policy.prefill_cost import PassCost, PrefillCost
-from kvlane.policy.units import show_rate, show_seconds
 
 HALF_LIFE_SAMPLES = 12.0
 WINDOW_SAMPLES = 128
 _COLD_SAMPLES = 16
-
-Reason = Literal["not_a_measurement", "above_ceiling", "above_peak"]
-REASONS: tuple[Reason, ...] = ("not_a_measurement", "above_ceiling", "above_peak")
-
-Sample = TypeVar("Sample", PrefillSample, TransferSample)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a sample is not used: a kind for counting, the field at fault, and a sentence."""
-
-    kind: Reason
-    field: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """What no pass on this device can beat: `flop(resident, new)` over `peak_flops` (of all its ranks)."""
-
-    peak_flops: float
-    flop: Callable[[int, int], float]
-
-    @property
-    def token_s(self) -> float:
-        """Seconds at peak of one further token, its attention apart: second differences are the attention."""
-        one, two, three = (self.flop(0, count) for count in (1, 2, 3))
-        return max(0.0, (two - one) - 2 * (three - 2 * two + one)) / self.peak_flops
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The least and the most that was measured."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Span:
-        return cls(min(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +76,6 @@ class LinkObserved:
     refused: Mapping[Reason, int] = field(default_factory=dict)
 
 
-class _Window(Generic[Sample]):
-    """The newest samples and their weights."""
-
-    def __init__(self, size: int, half_life: float | None) -> None:
-        if size < 1:
-            raise InputError("window", f"is {size}", "1 sample or more")
-        if half_life is not None and not half_life > 0:
-            raise InputError("half_life", f"is {half_life!r}", "samples above zero, or None")
-        self._kept: deque[Sample] = deque(maxlen=size)
-        self._half_life = half_life
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def add(self, sample: Sample) -> None:
-        self._kept.append(sample)
-
-    def samples(self) -> list[Sample]:
-        return list(self._kept)
-
-    def weights(self) -> list[float]:
-        if self._half_life is None:
-            return [1.0] * len(self._kept)
-        newest = len(self._kept) - 1
-        return [float(0.5 ** ((newest - at) / self._half_life)) for at in range(len(self._kept))]
-
-
 class LinkCalibrator:
     """One link's transfers, taken one at a time. Not for use from several threads at once.
 
@@ -167,8 +105,8 @@ class LinkCalibrator:
         self.refused: dict[Reason, int] = {}
         self.cold_discarded = 0
         self._prior = prior
-        self._warm: _Window[TransferSample] = _Window(window, half_life)
-        self._cold: _Window[TransferSample] = _Window(_COLD_SAMPLES, None)
+        self._warm: Window[TransferSample] = Window(window, half_life)
+        self._cold: Window[TransferSample] = Window(_COLD_SAMPLES, None)
         self._first = True
 
     def begin_series(self) -> None:
@@ -177,7 +115,7 @@ class LinkCalibrator:
 
     def add(self, sample: TransferSample) -> Refusal | None:
         """Takes a sample, or says why not. A cold one counts towards `first_use_s` only."""
-        refusal = self._refuse(sample)
+        refusal = refuse_transfer(sample, self.ceiling_bytes_per_s)
         if refusal is not None:
             self.refused[refusal.kind] = self.refused.get(refusal.kind, 0) + 1
             return refusal
@@ -214,26 +152,6 @@ class LinkCalibrator:
         if not extra:
             return None
         return weighted_quantile(np.array(extra), np.ones(len(extra)), 0.5)
-
-    def _refuse(self, sample: TransferSample) -> Refusal | None:
-        for name, value in (("bytes", sample.bytes), ("copies", sample.copies)):
-            if not _is_count(value, 1):
-                return Refusal("not_a_measurement", name, f"{value!r} is not a whole number of 1 or more")
-        if sample.copies > sample.bytes:
-            return Refusal(
-                "not_a_measurement", "copies", f"{sample.copies} copies of {sample.bytes} bytes in all"
-            )
-        if not is_duration(sample.seconds):
-            return Refusal(
-                "not_a_measurement", "seconds", f"{sample.seconds!r} is not a time above zero and finite"
-            )
-        ceiling = self.ceiling_bytes_per_s
-        if ceiling is not None and sample.bytes / sample.seconds > ceiling:
-            rate = show_rate(sample.bytes / sample.seconds)
-            return Refusal(
-                "above_ceiling", "seconds", f"{rate} is above the link's ceiling of {show_rate(ceiling)}"
-            )
-        return None
 
 
 class PrefillCalibrator:
@@ -272,8 +190,8 @@ class PrefillCalibrator:
         self.cold_discarded = 0
         self._prior_fresh = prior.fresh if prior is not None else None
         self._prior_extend = prior.extend if prior is not None else None
-        self._fresh: _Window[PrefillSample] = _Window(window, half_life)
-        self._extend: _Window[PrefillSample] = _Window(window, half_life)
+        self._fresh: Window[PrefillSample] = Window(window, half_life)
+        self._extend: Window[PrefillSample] = Window(window, half_life)
         self._first = True
 
     def begin_series(self) -> None:
@@ -282,7 +200,7 @@ class PrefillCalibrator:
 
     def add(self, sample: PrefillSample) -> Refusal | None:
         """Takes a sample, or says why not."""
-        refusal = self._refuse(sample)
+        refusal = refuse_prefill(sample, self.limits)
         if refusal is not None:
             self.refused[refusal.kind] = self.refused.get(refusal.kind, 0) + 1
             return refusal
@@ -337,7 +255,7 @@ class PrefillCalibrator:
         return PrefillCost(self.layers, found.fresh.cost, found.extend.cost, self.head_s)
 
     def _pass(
-        self, window: _Window[PrefillSample], prior: PassCost | None, rectangle: bool
+        self, window: Window[PrefillSample], prior: PassCost | None, rectangle: bool
     ) -> PassEstimate | None:
         """One kind by its own samples, None where they and the prior do not make one."""
         try:
@@ -364,29 +282,6 @@ class PrefillCalibrator:
     def _least_token_s(self) -> float:
         return 0.0 if self.limits is None else self.limits.token_s
 
-    def _refuse(self, sample: PrefillSample) -> Refusal | None:
-        for name, value, least in (
-            ("resident_tokens", sample.resident_tokens, 0),
-            ("new_tokens", sample.new_tokens, 1),
-        ):
-            if not _is_count(value, least):
-                return Refusal(
-                    "not_a_measurement", name, f"{value!r} is not a whole number of {least} or more"
-                )
-        if not is_duration(sample.seconds):
-            return Refusal(
-                "not_a_measurement", "seconds", f"{sample.seconds!r} is not a time above zero and finite"
-            )
-        if self.limits is not None:
-            flop = self.limits.flop(sample.resident_tokens, sample.new_tokens)
-            if flop / sample.seconds > self.limits.peak_flops:
-                least_s = show_seconds(flop / self.limits.peak_flops)
-                took = show_seconds(sample.seconds)
-                return Refusal(
-                    "above_peak", "seconds", f"{took} is less than {least_s}, what the device's peak allows"
-                )
-        return None
-
 
 class Calibrator:
     """Everything observed of one engine: its passes, and the links its KV comes over.
@@ -409,10 +304,6 @@ class Calibrator:
         except KeyError:
             raise InputError("link", f"there is no link {link!r}", ", ".join(self.links)) from None
         return found.add(sample)
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _unsure(estimate: PassEstimate | None) -> bool:

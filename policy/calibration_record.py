@@ -18,7 +18,6 @@ import msgspec
 
 from kvlane.policy.errors import InputError
 
-FORMAT = "kvlane-calibration/1"
 _FIELD = "calibration"
 # A record is a few kilobytes; whatever is larger is another file named by mistake.
 _LARGEST_BYTES = 1 << 20

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from kvlane.policy.calibration_apply import Parameters, calibrated
+from kvlane.policy.calibration_record import read
 from kvlane.policy.catalog import load_machine, load_model, machine_names, model_names
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
@@ -27,9 +30,22 @@ def _front_door() -> None:
 
 @app.command()
 def decide(
-    model: Annotated[str, typer.Option(help="A built-in model, its Hugging Face id, or a config.json.")],
-    machine: Annotated[str, typer.Option(help="A built-in machine, or a TOML profile.")],
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A built-in model, its Hugging Face id, or a config.json [the calibration's own]."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="A built-in machine, or a TOML profile [what the calibration was measured on]."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="A record of kvlane-bench calibrate, of this model, device, engine, dtypes and ranks: its"
+            " numbers take the place of the profile's. --link still goes before it."
+        ),
+    ] = None,
     hit: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,24 +57,34 @@ def decide(
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Most tokens the engine prefills in one pass.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1, or the calibration's].")] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="KV dtype, if not the model's own (fp8, bf16, ...).")
+        str | None,
+        typer.Option(help="KV dtype, if not the model's own or the calibration's (fp8, bf16, ...)."),
     ] = None,
     executor: Annotated[str, typer.Option(help="bulk (all layers, then compute) or layered.")] = "bulk",
     link: Annotated[
         list[str] | None,
         typer.Option(help='Achieved link rate, "50 GB/s" for every tier or TIER="50 GB/s"; repeatable.'),
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine family whose prefill efficiency to use.")] = "vllm",
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Engine family whose prefill efficiency to use [vllm, or the calibration's]."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say whether to load, recompute or split one request's prefix, and what each would take."""
     if executor not in EXECUTORS:
         raise InputError("--executor", f"unknown executor {executor!r}", " or ".join(EXECUTORS))
-    where = _linked(load_machine(machine), link or [])
+    found = _parameters(model, machine, calibration, engine, tp, kv_dtype)
     planner = Planner(
-        load_model(model), where, executor=_executor(executor), tp=tp, kv_dtype=kv_dtype, engine=engine
+        found.model,
+        _linked(found.machine, link or []),
+        executor=_executor(executor),
+        tp=found.tp,
+        kv_dtype=found.kv_dtype,
+        engine=found.engine,
+        calibration=found.calibration,
     )
     request = Request(
         prompt_tokens=prompt_tokens,
@@ -96,6 +122,28 @@ def machines() -> None:
             for tier in machine.tiers.values()
         )
         print(f"{name:16} {machine.device.name}: {tiers}")
+
+
+def _parameters(
+    model: str | None,
+    machine: str | None,
+    calibration: Path | None,
+    engine: str | None,
+    tp: int | None,
+    kv_dtype: str | None,
+) -> Parameters:
+    """What to plan with: the profiles alone, or a calibration record on them or on its own."""
+    spec = None if model is None else load_model(model)
+    where = None if machine is None else load_machine(machine)
+    if calibration is not None:
+        return calibrated(
+            read(calibration), model=spec, machine=where, engine=engine, tp=tp, kv_dtype=kv_dtype
+        )
+    if spec is None:
+        raise InputError("--model", "is missing", "a model, or a --calibration that carries one")
+    if where is None:
+        raise InputError("--machine", "is missing", "a machine, or a --calibration of one")
+    return Parameters(spec, where, engine or "vllm", 1 if tp is None else tp, kv_dtype, None)
 
 
 def _executor(name: str) -> Executor:
@@ -160,6 +208,7 @@ def _in_words(plan: Plan, request: Request) -> str:
     ]
     for name, parameter in plan.parameters_from.items():
         lines.append(f"  {name:13} {parameter.source}: {parameter.text}")
+    lines += [f"note            {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
