@@ -1,90 +1,28 @@
-"""What a model weighs: KV bytes, weights and FLOP, layer by layer.
-
-Formulas: DESIGN section "What a model weighs". A layer's KV per token is `kv_heads * (k_width + v_width)`
-elements; attention costs `2 * heads * (k_width + v_width)` FLOP per (query, key) pair (one multiply and one
-add for the scores and for the weighted sum), a projection 2 FLOP per weight and token.
-"""
+"""What a model weighs: KV bytes, weights and FLOP, layer by layer and in all."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvlane.policy.errors import InputError
+from kvlane.policy.model_config import read_config, read_json
+from kvlane.policy.model_kv import BYTES_PER_ELEMENT, KvFormat, bytes_per_element, kv_format
+from kvlane.policy.model_layer import LayerSpec, attention_pairs
 
-BYTES_PER_ELEMENT: Mapping[str, float] = {
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1.0,
-    "fp8_e4m3": 1.0,
-    "fp8_e5m2": 1.0,
-}
-_TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-# Decoders whose every layer is full attention and a gated MLP, by `model_type`.
-_FULL_ATTENTION = {"llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-
-# Fields that make a layer something else than full attention with a dense MLP: refused by name rather than
-# silently costed as full attention.
-_NOT_YET = {
-    "kv_lora_rank": "multi-head latent attention",
-    "index_topk": "sparse attention with an indexer",
-    "attention_chunk_size": "chunked attention",
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "num_kv_shared_layers": "layers that share KV",
-    "hybrid_override_pattern": "a Mamba hybrid",
-    "hybrid_layer_pattern": "a mix of attention kinds",
-    "full_attention_interval": "linear attention layers",
-    "linear_num_key_heads": "linear attention layers",
-    "mamba_num_heads": "Mamba layers",
-    "ssm_state_size": "Mamba layers",
-    "v_head_dim": "K and V of different width",
-    "cross_attention_layers": "cross attention layers",
-}
-
-
-def attention_pairs(resident: int, new: int) -> float:
-    """(query, key) pairs of `new` tokens after `resident` cached ones: `m*p + m*(m+1)/2`."""
-    return new * resident + new * (new + 1) / 2
-
-
-def bytes_per_element(dtype: str, field: str = "kv_dtype") -> float:
-    """Bytes of one element of `dtype`; raises `InputError` naming `field` for an unknown one."""
-    try:
-        return BYTES_PER_ELEMENT[dtype]
-    except (KeyError, TypeError):
-        raise InputError(field, f"unknown dtype {dtype!r}", ", ".join(BYTES_PER_ELEMENT)) from None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One decoder layer with full attention; widths are elements per head, weights are counts."""
-
-    heads: int
-    kv_heads: int
-    k_width: int
-    v_width: int
-    weights: int
-
-    def kv_elements(self, tp: int = 1) -> int:
-        """KV elements per token on one of `tp` ranks; fewer KV heads than ranks are replicated."""
-        return -(-self.kv_heads // tp) * (self.k_width + self.v_width)
-
-    @property
-    def flop_per_token(self) -> float:
-        return 2.0 * self.weights
-
-    @property
-    def flop_per_pair(self) -> float:
-        return 2.0 * self.heads * (self.k_width + self.v_width)
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "KvFormat",
+    "LayerSpec",
+    "ModelSpec",
+    "attention_pairs",
+    "bytes_per_element",
+    "gain_tokens",
+    "kv_format",
+    "usable_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +30,8 @@ class ModelSpec:
     """A decoder: its layers in order and what stands around them.
 
     `weight_dtype` is what the weights are stored in (and computed in, as far as the device has a peak for
-    it); `kv_dtype` is what KV is stored in, an input of its own.
+    it); `kv_dtype` is what KV is stored in, an input of its own: a name, or a `KvFormat`. All bytes are of one
+    rank of `tp`; KV heads fewer than ranks and latent rows are replicated, so times `tp` is their sum.
     """
 
     name: str
@@ -100,24 +39,61 @@ class ModelSpec:
     hidden: int
     vocab: int
     weight_dtype: str
-    kv_dtype: str
+    kv_dtype: str | KvFormat
 
     @property
     def uniform(self) -> bool:
         """Whether all layers are alike, so that the O(1) forms of the pipeline hold."""
         return all(layer == self.layers[0] for layer in self.layers)
 
-    def kv_bytes_per_token(self, kv_dtype: str | None = None, tp: int = 1) -> float:
-        """Bytes of KV per token on one rank, all layers; `kv_dtype` overrides the model's own."""
-        size = bytes_per_element(kv_dtype or self.kv_dtype)
-        return sum(layer.kv_elements(tp) for layer in self.layers) * size
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a state, which exists only where it was snapshotted."""
+        return any(layer.state is not None for layer in self.layers)
+
+    def kv_bytes_per_token(self, kv_dtype: str | KvFormat | None = None, tp: int = 1) -> float:
+        """Bytes of KV per further token on one rank beyond all windows, all layers, indexer rows apart."""
+        form = self.form(kv_dtype)
+        return sum(layer.kv_row_bytes(form, tp) for layer in self.layers if layer.window is None)
+
+    def form(self, kv_dtype: str | KvFormat | None = None) -> KvFormat:
+        """The KV format of that name, else the model's own; raises `InputError` naming `kv_dtype`."""
+        return kv_format(self.kv_dtype if kv_dtype is None else kv_dtype)
+
+    @property
+    def indexer_bytes_per_token(self) -> float:
+        """Bytes of indexer keys per token, all layers; on every rank."""
+        return sum(layer.indexer_row_bytes for layer in self.layers)
+
+    def state_bytes(self, tp: int = 1) -> float:
+        """Static bytes on one rank: recurrent and convolution state, whatever the number of tokens."""
+        return sum(layer.state_bytes(tp) for layer in self.layers)
+
+    def move_bytes(self, tokens: int, kv_dtype: str | KvFormat | None = None, tp: int = 1) -> float:
+        """Bytes to bring to one rank so that it can go on after `tokens` tokens: KV and state, indexer apart.
+
+        Sliding and chunked layers need `[max(0, tokens - window), tokens)`; one snapshot of each state.
+        """
+        form = self.form(kv_dtype)
+        return self.state_bytes(tp) + sum(
+            layer.moved_tokens(tokens) * layer.kv_row_bytes(form, tp) for layer in self.layers
+        )
+
+    def reserve_bytes(self, tokens: int, kv_dtype: str | KvFormat | None = None, tp: int = 1) -> float:
+        """Bytes one rank reserves for `tokens` tokens, indexer apart: every layer's KV whole, and the states."""
+        form = self.form(kv_dtype)
+        return self.state_bytes(tp) + tokens * sum(layer.kv_row_bytes(form, tp) for layer in self.layers)
 
     @property
     def layer_weight_bytes(self) -> float:
         """Bytes of all layers' weights (embeddings and LM head apart), over all ranks."""
-        return sum(layer.weights for layer in self.layers) * bytes_per_element(
-            self.weight_dtype, "weight_dtype"
-        )
+        size = bytes_per_element(self.weight_dtype, "weight_dtype")
+        return sum(layer.weight_bytes(size) for layer in self.layers)
+
+    def touched_weight_bytes(self, tokens: int) -> float:
+        """Bytes of those weights that a pass of `tokens` tokens reads: of the experts, the ones it touches."""
+        size = bytes_per_element(self.weight_dtype, "weight_dtype")
+        return sum(layer.weight_bytes(size, tokens) for layer in self.layers)
 
     @property
     def head_flop(self) -> float:
@@ -131,20 +107,20 @@ class ModelSpec:
 
     def prefill_flop(self, resident: int, new: int) -> float:
         """FLOP to compute `new` tokens after `resident` cached ones, LM head for one token included."""
-        pairs = attention_pairs(resident, new)
-        layers = sum(layer.flop_per_token * new + layer.flop_per_pair * pairs for layer in self.layers)
-        return layers + self.head_flop
+        return sum(layer.flop(resident, new) for layer in self.layers) + self.head_flop
 
     def check_tp(self, tp: int) -> None:
         """Raises `InputError` naming `tp` when `tp` ranks cannot divide the attention heads evenly."""
         if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
             raise InputError("tp", f"{tp!r} is not a number of ranks", "a whole number of 1 or more")
         for layer in self.layers:
-            if layer.heads % tp:
-                raise InputError(
-                    "tp", f"{tp} ranks do not divide {layer.heads} attention heads", "a divisor of them"
-                )
-            if layer.kv_heads % tp and tp % layer.kv_heads:
+            state_heads = 0 if layer.state is None else layer.state.heads
+            for heads, what in ((layer.heads, "attention"), (state_heads, "state")):
+                if heads % tp:
+                    raise InputError(
+                        "tp", f"{tp} ranks do not divide {heads} {what} heads", "a divisor of them"
+                    )
+            if layer.kv_heads and layer.kv_heads % tp and tp % layer.kv_heads:
                 raise InputError(
                     "tp", f"{tp} ranks neither divide {layer.kv_heads} KV heads nor are a multiple of them"
                 )
@@ -158,119 +134,26 @@ class ModelSpec:
         """
         if isinstance(config, (str, Path)):
             path = Path(config)
-            config = _read_json(path)
+            config = read_json(path)
             name = name or path.stem
         if not isinstance(config, Mapping):
             raise InputError(
                 "config", f"is a {type(config).__name__}", "an object with a config.json's fields"
             )
-        text = config.get("text_config") or config
-        if not isinstance(text, Mapping):
-            raise InputError("text_config", f"is a {type(text).__name__}", "an object")
-        return _from_fields(text, config, name)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError("model", f"{path}: {error.strerror or error}", "a readable config.json") from None
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise InputError("model", f"{path} is not a config.json: {error}", "a JSON object") from None
-
-
-def _whole(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = fields.get(field)
-    if value is None:
-        if default is None:
-            raise InputError(field, "is missing", "a whole number of 1 or more")
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(field, f"is {value!r}", "a whole number of 1 or more")
-    return value
-
-
-def _refuse_other_kinds(text: Mapping[str, Any]) -> None:
-    model_type = text.get("model_type")
-    for field, kind in _NOT_YET.items():
-        value = text.get(field)
-        if value is None or value is False or value == 0:
-            continue
-        if field == "v_head_dim" and value == text.get("head_dim"):
-            continue
-        raise InputError(
-            field, f"{kind} ({field} = {str(value)[:40]}) is not supported yet", "a full-attention decoder"
+        reading = read_config(config)
+        return cls(
+            name=name or reading.name or "model",
+            layers=reading.layers,
+            hidden=reading.hidden,
+            vocab=reading.vocab,
+            weight_dtype=reading.weight_dtype,
+            kv_dtype=reading.kv_dtype or "bf16",
         )
-    kinds = text.get("layer_types") or []
-    if not isinstance(kinds, (list, tuple)):
-        raise InputError("layer_types", f"is a {type(kinds).__name__}", "a list")
-    for kind in kinds:
-        if kind != "full_attention":
-            raise InputError("layer_types", f"{kind!r} layers are not supported yet", "full_attention")
-    if text.get("sliding_window") and text.get("use_sliding_window", True):
-        raise InputError("sliding_window", "sliding-window attention is not supported yet", "null")
-    if model_type not in _FULL_ATTENTION:
-        raise InputError(
-            "model_type", f"{model_type!r} is not a known kind yet", ", ".join(sorted(_FULL_ATTENTION))
-        )
-
-
-def _weight_dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
-    quantisation = text.get("quantization_config") or outer.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        if method != "fp8":
-            raise InputError("quantization_config.quant_method", f"{method!r} is not supported yet", "fp8")
-        return "fp8"
-    for fields in (text, outer):
-        for field in ("dtype", "torch_dtype"):
-            value = fields.get(field)
-            if value is not None:
-                if value not in _TORCH_DTYPES:
-                    raise InputError(field, f"unknown dtype {value!r}", ", ".join(_TORCH_DTYPES))
-                return _TORCH_DTYPES[value]
-    return "bf16"
-
-
-def _from_fields(text: Mapping[str, Any], outer: Mapping[str, Any], name: str | None) -> ModelSpec:
-    _refuse_other_kinds(text)
-    count = _whole(text, "num_hidden_layers")
-    kinds = text.get("layer_types")
-    if kinds and len(kinds) != count:
-        raise InputError("layer_types", f"lists {len(kinds)} layers", f"{count}, as num_hidden_layers says")
-    hidden = _whole(text, "hidden_size")
-    heads = _whole(text, "num_attention_heads")
-    # A config without the field is multi-head attention: every query head has its own K and V.
-    kv_heads = _whole(text, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise InputError(
-            "num_key_value_heads", f"{kv_heads} does not divide {heads} attention heads", "a divisor of them"
-        )
-    if text.get("head_dim") is None and hidden % heads:
-        raise InputError(
-            "head_dim",
-            f"is missing and {heads} heads do not divide hidden_size {hidden}",
-            "an explicit head_dim",
-        )
-    head_dim = _whole(text, "head_dim", hidden // heads)
-    ffn = _whole(text, "intermediate_size")
-    weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
-    layer = LayerSpec(heads=heads, kv_heads=kv_heads, k_width=head_dim, v_width=head_dim, weights=weights)
-    return ModelSpec(
-        name=name or str(outer.get("_name_or_path") or outer.get("model_type") or "model"),
-        layers=(layer,) * count,
-        hidden=hidden,
-        vocab=_whole(text, "vocab_size"),
-        weight_dtype=_weight_dtype(text, outer),
-        kv_dtype="bf16",
-    )
 
 
 def usable_tokens(hit: int, prompt: int, unit: int, tail: int = 1) -> int:
     """Stored tokens that may be used: `floor(min(hit, prompt - tail) / unit) * unit`, never below zero."""
-    return max(0, math.floor(min(hit, prompt - tail) / unit) * unit)
+    return max(0, min(hit, prompt - tail) // unit * unit)
 
 
 def gain_tokens(hits: tuple[int, ...], resident: int) -> int:
