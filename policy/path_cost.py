@@ -33,6 +33,9 @@ class PathCost:
         if self.executor == "bulk":
             return transfer.total_s(end - start) + self.recompute_s(end, prompt, chunk)
         first = prompt - end if chunk is None else min(chunk, prompt - end)
+        if not (transfer.uniform and prefill.uniform):
+            done = pipeline.closed_form(transfer.arrivals(end - start), prefill.layers_s(end, first))
+            return done + prefill.prefill_s(end + first, prompt - end - first, chunk) + prefill.head_s
         compute = prefill.pass_s(end, first)
         if transfer.by_layer:
             gap = transfer.layer_s(end - start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -32,9 +32,14 @@ class LoadSegment:
         return self.end - self.start
 
 
+# Beyond any context there is; keeps every sum within a float's reach.
+MOST_TOKENS = 1 << 24
+
+
 def _count(value: object, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(name, f"is {value!r}", f"a whole number of tokens, {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
+        shown = str(value)[:40]
+        raise InputError(name, f"is {shown}", f"a whole number of tokens from {least} to {MOST_TOKENS:,}")
     return value
 
 
@@ -45,7 +50,9 @@ class Request:
     `hits` maps a tier to the stored tokens counted from token 0 (one number, or one per rank of which the
     smallest counts). `resident_tokens` lie in device KV already. `load_unit_tokens` is the smallest loadable
     run; `tail_tokens` are always computed, since logits are needed. `prefill_chunk_tokens` is the most an
-    engine prefills in one pass, None for no limit.
+    engine prefills in one pass, None for no limit. `state_checkpoints` lists, by tier or for all of them, the
+    token counts after which a snapshot of recurrent state is stored there: a hit of a model with such layers ends
+    at one of them, and is worth nothing without.
 
     Raises `InputError` naming the field.
     """
@@ -56,6 +63,7 @@ class Request:
     load_unit_tokens: int = 16
     prefill_chunk_tokens: int | None = None
     tail_tokens: int = 1
+    state_checkpoints: Mapping[str, Sequence[int]] | Sequence[int] = ()
 
     def __post_init__(self) -> None:
         prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
@@ -76,6 +84,25 @@ class Request:
                     raise InputError(
                         f"hits.{tier}", f"{count} tokens are more than the prompt's", f"at most {prompt}"
                     )
+
+        listed = self.state_checkpoints
+        for tier in self.hits if isinstance(listed, Mapping) else ("",):
+            for at in self.checkpoints(tier):
+                _count(at, f"state_checkpoints.{tier}" if tier else "state_checkpoints", 1)
+        if isinstance(listed, Mapping):
+            for tier in listed:
+                if tier not in self.hits:
+                    raise InputError(
+                        f"state_checkpoints.{tier}", "has no hit", ", ".join(self.hits) or "a hit"
+                    )
+
+    def checkpoints(self, tier: str) -> tuple[int, ...]:
+        """Token counts after which `tier` holds a snapshot of recurrent state."""
+        listed = self.state_checkpoints
+        found = listed.get(tier, ()) if isinstance(listed, Mapping) else listed
+        if isinstance(found, str) or not isinstance(found, Sequence):
+            raise InputError("state_checkpoints", f"is {str(found)[:40]}", "a list of token counts")
+        return tuple(found)
 
     def hit(self, tier: str) -> int:
         """Stored tokens in `tier` on the rank that has fewest."""

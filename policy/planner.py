@@ -6,14 +6,16 @@ A planner holds everything that does not change between requests; `decide` is pu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlane.policy.calibrated_range import CalibratedRange
 from kvlane.policy.errors import InputError
 from kvlane.policy.lane import Lane
+from kvlane.policy.layer_lane import LayerwiseLane
+from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_bytes
 from kvlane.policy.machine import Link, Machine, Source
-from kvlane.policy.model import ModelSpec, bytes_per_element
+from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.path_cost import PathCost
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
@@ -59,7 +61,7 @@ class Planner:
         *,
         executor: Executor = "bulk",
         tp: int = 1,
-        kv_dtype: str | None = None,
+        kv_dtype: str | KvFormat | None = None,
         engine: str = "vllm",
         calibration: Calibration | None = None,
         tie_margin: float = 0.03,
@@ -68,15 +70,14 @@ class Planner:
             raise InputError("executor", f"unknown executor {executor!r}", " or ".join(EXECUTORS))
         if not 0 <= tie_margin < 1:
             raise InputError("tie_margin", f"is {tie_margin!r}", "a share of at least 0 and below 1")
-        if not model.uniform:
-            raise InputError("model", f"{model.name} has layers that differ", "a model of equal layers")
         model.check_tp(tp)
         self.model, self.machine, self.executor, self.tp = model, machine, executor, tp
         self.tie_margin = tie_margin
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
-        self.layer_bytes_per_token = model.layers[0].kv_elements(tp) * bytes_per_element(self.kv_dtype)
+        self.layer_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp) / self.layers
         self._parameters: dict[str, Parameter] = {}
+        self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._link_errors = calibration.link_errors if calibration is not None else {}
         self._ranges = calibration.ranges if calibration is not None else None
         if calibration is not None and calibration.prefill is not None:
@@ -85,6 +86,9 @@ class Planner:
                     "calibration", f"is of {calibration.prefill.layers} layers", f"{self.layers} layers"
                 )
             self.prefill = calibration.prefill
+            if not model.uniform:
+                # What was measured is the whole pass; the model's FLOP say how it divides.
+                self.prefill = replace(self.prefill, unlike=model.layers)
             self._compute_band = max(calibration.relative_error, 0.01)
             self._parameters["prefill"] = Parameter("calibration", calibration.origin)
         else:
@@ -118,8 +122,14 @@ class Planner:
         if load is None:
             unavailable["load"] = nothing
         if split is None:
-            unavailable["split"] = nothing if load is None else "the usable prefix is a single load unit"
+            unavailable["split"] = nothing if load is None else self._no_split
         return self._plan(request, estimates, unavailable)
+
+    @property
+    def _no_split(self) -> str:
+        if self.model.recurrent:
+            return "no state checkpoint lies inside the usable prefix"
+        return "the usable prefix is a single load unit"
 
     def _plan(
         self, request: Request, estimates: dict[Path, Estimate | None], unavailable: dict[Path, str]
@@ -159,7 +169,7 @@ class Planner:
             estimates=estimates,
             unavailable=unavailable,
             tie_margin=self.tie_margin,
-            kv_bytes_per_token=self.layer_bytes_per_token * self.layers,
+            kv_bytes_per_token=self.model.kv_bytes_per_token(self.kv_dtype, self.tp),
             tp=self.tp,
             usable_tokens=usable,
             link_bytes_per_s=link_rate,
@@ -193,13 +203,26 @@ class Planner:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
         found = self.machine.tier(tier)
         link = self.machine.links[found.link]
+        of = self._layer_bytes(found.runs_per_layer)
+        if of is not None:
+            return LayerwiseTransfer.over(found, link, of, load_unit_tokens)
         return TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)
-        return Lane(
-            self.cost, transfer, tier, request, max(self._compute_band, self._link_band(transfer.link))
-        )
+        band = max(self._compute_band, self._link_band(transfer.link))
+        if isinstance(transfer, LayerwiseTransfer):
+            return LayerwiseLane(self.cost, transfer, tier, request, band, recurrent=self.model.recurrent)
+        return Lane(self.cost, transfer, tier, request, band)
+
+    def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
+        """What each layer moves, None where all are plain and alike, which takes no list to say."""
+        if self.model.uniform and self.model.layers[0].plain:
+            return None
+        if runs_per_layer not in self._known_bytes:
+            form = self.model.form(self.kv_dtype)
+            self._known_bytes[runs_per_layer] = layer_bytes(self.model, form, self.tp, runs_per_layer)
+        return self._known_bytes[runs_per_layer]
 
     def _link_band(self, link: Link) -> float:
         """A calibrated link brings its own error, as long as nothing explicit has taken its place."""

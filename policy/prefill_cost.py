@@ -11,11 +11,16 @@ whole context once a pass whatever `m` is, such as copying K and V to all query 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine, PrefillEfficiency
-from kvlane.policy.model import ModelSpec, attention_pairs
+from kvlane.policy.model import KvFormat, LayerSpec, ModelSpec, attention_pairs, bytes_per_element
+from kvlane.policy.pass_rates import PassRates
+
+# Activations are exchanged between ranks in 16 bits.
+_ACTIVATION_BYTES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class PrefillCost:
     `fresh` holds for a pass from token 0, `extend` for one after a cached prefix: some backends run
     different attention kernels for the two. `floor_s` is the time to read the weights once,
     `floor_context_s` that to read one token's KV. `head_s` is the LM head for one token, not in the passes.
+    `unlike` holds the layers where they differ: their FLOP then say how a pass divides over them.
     """
 
     layers: int
@@ -53,6 +59,21 @@ class PrefillCost:
     head_s: float = 0.0
     floor_s: float = 0.0
     floor_context_s: float = 0.0
+    unlike: tuple[LayerSpec, ...] = ()
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer takes the same share of a pass."""
+        return not self.unlike
+
+    def layers_s(self, resident: int, new: int) -> Sequence[float]:
+        """Seconds each layer takes in one pass; their sum is `pass_s`."""
+        total = self.pass_s(resident, new)
+        if self.uniform:
+            return [total / self.layers] * self.layers
+        flop = [layer.flop(resident, new) for layer in self.unlike]
+        scale = total / sum(flop)
+        return [scale * part for part in flop]
 
     def coefficients(self, resident: int) -> PassCost:
         return self.extend if resident > 0 else self.fresh
@@ -118,58 +139,153 @@ class PrefillCost:
         *,
         engine: str = "vllm",
         tp: int = 1,
-        kv_dtype: str | None = None,
+        kv_dtype: str | KvFormat | None = None,
     ) -> tuple[PrefillCost, PrefillEfficiency]:
         """The cost by FLOP over peak and bytes over memory rate, and the efficiency it rests on.
 
-        Raises `InputError` when the device states no peak for the model's weight dtype, or no interconnect
-        for `tp` > 1.
+        Layers that are not all plain and alike are priced one by one. Raises `InputError` when the device
+        states no peak for the model's weight dtype, or no interconnect for `tp` > 1.
         """
         model.check_tp(tp)
-        device = machine.device
-        row = machine.efficiency_for(model.weight_dtype, engine)
-        peak = _peak(machine, model.weight_dtype)
-        # With 8-bit weights attention and LM head still compute in 16 bits.
-        wide_peak = _peak(machine, "bf16") if model.weight_dtype.startswith("fp8") else peak
-        if device.memory_bytes_per_s is None:
-            raise InputError("device.memory_rate", f"{machine.name} states none", "a rate, or a calibration")
-        memory = device.memory_bytes_per_s * device.memory_efficiency
-        layers = len(model.layers)
-        token_s = sum(layer.flop_per_token for layer in model.layers) / (peak * row.efficiency * tp)
-        pair_s = sum(layer.flop_per_pair for layer in model.layers) / (
-            wide_peak * row.attention_efficiency * tp
+        dtype = _PEAK_NAMES.get(model.weight_dtype, model.weight_dtype)
+        row = machine.efficiency_for(dtype, engine)
+        rates = PassRates.of(machine, row, dtype, tp=tp)
+        narrow = dtype not in ("fp32", "bf16", "fp16")
+        wide = PassRates.of(machine, row, "bf16", tp=tp) if narrow else rates
+        form = model.form(kv_dtype)
+        prices = {
+            layer: _LayerPrice.of(layer, model, rates, wide, form, tp)
+            for layer in dict.fromkeys(model.layers)
+        }
+        count = Counter(model.layers)
+
+        def over_layers(part: str) -> float:
+            return float(sum(getattr(prices[layer], part) * times for layer, times in count.items()))
+
+        cost = PassCost(
+            overhead_s=rates.pass_s + over_layers("fixed_s") + over_layers("weights_s"),
+            token_s=over_layers("token_s"),
+            pair_s=over_layers("pair_s"),
+            context_s=over_layers("context_s"),
         )
-        overhead_s = row.pass_overhead_s
-        if tp > 1:
-            if device.interconnect_bytes_per_s is None:
-                raise InputError(
-                    "device.interconnect", f"{machine.name} states none", "a rate, for tp above 1"
-                )
-            # Two all-reduces a layer, each moving 2(t-1)/t of the 16-bit activations over a ring.
-            moved = 2 * layers * model.hidden * 2.0 * 2 * (tp - 1) / tp
-            token_s += moved / device.interconnect_bytes_per_s
-            overhead_s += 2 * layers * device.interconnect_latency_s
-        cost = PassCost(overhead_s=overhead_s, token_s=token_s, pair_s=pair_s)
-        head_s = max(
-            model.head_flop / (wide_peak * row.efficiency * tp),
-            model.head_weight_bytes / tp / memory,
+        head_s = model.head_flop / wide.dense_flops + model.head_weight_bytes / rates.memory_bytes_per_s
+        if model.uniform and model.layers[0].plain:
+            return cls(layers=len(model.layers), fresh=cost, extend=cost, head_s=head_s), row
+        kinds = list(prices)
+        layerwise = LayerwisePrefill(
+            layers=len(model.layers),
+            fresh=cost,
+            extend=cost,
+            head_s=head_s,
+            unlike=model.layers,
+            prices=tuple(prices.values()),
+            order=tuple(kinds.index(layer) for layer in model.layers),
+            pass_overhead_s=rates.pass_s,
         )
+        return layerwise, row
+
+
+# Formats whose peak a device states under a wider name.
+_PEAK_NAMES = {"nvfp4": "fp4", "mxfp4": "fp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPrice:
+    """What one layer costs in a pass: fixed, per new token, per FLOP over pairs, per byte it reads."""
+
+    layer: LayerSpec
+    fixed_s: float
+    token_s: float
+    attention_flops: float
+    weight_element_bytes: float
+    weight_byte_s: float
+    row_s: float
+
+    @classmethod
+    def of(
+        cls, layer: LayerSpec, model: ModelSpec, rates: PassRates, wide: PassRates, form: KvFormat, tp: int
+    ) -> _LayerPrice:
+        token_s = 2.0 * (layer.weights - layer.wide_weights) / rates.dense_flops
+        token_s += 2.0 * layer.wide_weights / wide.dense_flops
+        token_s += 2.0 * (layer.active_weights - layer.weights) / rates.expert_flops
+        token_s += layer.state_flop_per_token / rates.attention_flops
+        fixed_s = rates.layer_s
+        if rates.exchange_bytes_per_s is not None:
+            token_s += layer.all_reduces * model.hidden * _ACTIVATION_BYTES / rates.exchange_bytes_per_s
+            fixed_s += layer.all_reduces * rates.exchange_s
+        return cls(
+            layer=layer,
+            fixed_s=fixed_s,
+            token_s=token_s,
+            attention_flops=rates.attention_flops,
+            weight_element_bytes=bytes_per_element(model.weight_dtype, "weight_dtype"),
+            weight_byte_s=1 / rates.memory_bytes_per_s,
+            # Each rank reads its own rows, replicated ones too, at its own share of the memory rate.
+            row_s=(layer.kv_row_bytes(form, tp) + layer.indexer_row_bytes) * tp / rates.memory_bytes_per_s,
+        )
+
+    @property
+    def weights_s(self) -> float:
+        """Seconds to read all of the layer's weights."""
+        return self.layer.weight_bytes(self.weight_element_bytes) * self.weight_byte_s
+
+    @property
+    def pair_s(self) -> float:
+        """Seconds per attended pair beyond all windows: none where one bounds the pairs."""
+        layer = self.layer
+        indexing = 0.0 if layer.indexer is None else layer.indexer.flop_per_pair
+        unbounded = layer.window is None and layer.indexer is None
+        return (indexing + (layer.flop_per_pair if unbounded else 0.0)) / self.attention_flops
+
+    @property
+    def context_s(self) -> float:
+        """Seconds to read one more token of context."""
+        return self.row_s if self.layer.window is None else 0.0
+
+    def seconds(self, resident: int, new: int) -> float:
+        """Seconds of the layer in a pass of `new` tokens after `resident` cached ones."""
+        layer = self.layer
         return (
-            cls(
-                layers=layers,
-                fresh=cost,
-                extend=cost,
-                head_s=head_s,
-                floor_s=model.layer_weight_bytes / tp / memory,
-                floor_context_s=model.kv_bytes_per_token(kv_dtype, tp) / memory,
-            ),
-            row,
+            self.fixed_s
+            + self.token_s * new
+            + layer.attention_flop(resident, new) / self.attention_flops
+            + layer.weight_bytes(self.weight_element_bytes, new) * self.weight_byte_s
+            + self.row_s * layer.moved_tokens(resident + new)
         )
 
 
-def _peak(machine: Machine, dtype: str) -> float:
-    peaks = machine.device.peak_flops
-    found = peaks.get(dtype) or peaks.get("fp8" if dtype.startswith("fp8") else dtype)
-    if not found:
-        raise InputError(f"device.peak.{dtype}", f"{machine.name} states no {dtype} peak", ", ".join(peaks))
-    return found
+@dataclass(frozen=True, slots=True)
+class LayerwisePrefill(PrefillCost):
+    """The same for layers that differ, or whose cost is not linear in tokens and pairs: each priced by itself.
+
+    `prices` holds the different layers, `order` which of them each layer is. `fresh` and `extend` are then what
+    holds beyond all windows and with every expert touched.
+    """
+
+    prices: tuple[_LayerPrice, ...] = ()
+    order: tuple[int, ...] = ()
+    pass_overhead_s: float = 0.0
+
+    def pass_s(self, resident: int, new: int) -> float:
+        """Seconds of one pass over all layers, LM head apart; no tokens cost nothing."""
+        if new <= 0:
+            return 0.0
+        each = [price.seconds(resident, new) for price in self.prices]
+        return self.pass_overhead_s + sum(each[kind] for kind in self.order)
+
+    def layers_s(self, resident: int, new: int) -> Sequence[float]:
+        """Seconds each layer takes in one pass, the pass's own overhead shared among them."""
+        if new <= 0:
+            return [0.0] * self.layers
+        shared = self.pass_overhead_s / self.layers
+        each = [shared + price.seconds(resident, new) for price in self.prices]
+        return [each[kind] for kind in self.order]
+
+    def prefill_s(self, resident: int, new: int, chunk_tokens: int | None = None) -> float:
+        """Seconds of all passes when the engine prefills at most `chunk_tokens` a pass (None: all in one)."""
+        total = 0.0
+        while new > 0:
+            now = new if chunk_tokens is None else min(chunk_tokens, new)
+            total += self.pass_s(resident, now)
+            resident, new = resident + now, new - now
+        return total

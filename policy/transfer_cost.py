@@ -45,6 +45,16 @@ class TransferCost:
         """Whether layers can arrive one after another; a chunk-major store delivers whole chunks."""
         return self.layout == "layer_major"
 
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer moves the same bytes in the same time."""
+        return True
+
+    def copy_bytes(self, tokens: int) -> float:
+        """Bytes of one copy when `tokens` tokens are loaded, on average."""
+        moved = tokens * self.layer_bytes_per_token * (1 if self.by_layer else self.layers)
+        return moved / self.copies(tokens)
+
     def bytes(self, tokens: int) -> float:
         """Bytes moved for `tokens` tokens, all layers."""
         return tokens * self.layer_bytes_per_token * self.layers

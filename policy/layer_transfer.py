@@ -1,0 +1,162 @@
+"""Transfers of layers that differ: windows bound what some of them move, states add what none of the tokens do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlane.policy.machine import Link, Tier
+from kvlane.policy.model import KvFormat, ModelSpec
+from kvlane.policy.transfer_cost import TransferCost
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """What one layer moves on one rank: `per_token` bytes of the last `window` tokens (None: of all of them),
+    lying in `runs` separate runs, and `static` bytes of state in `static_runs` whatever the tokens."""
+
+    per_token: float
+    window: int | None = None
+    runs: int = 1
+    static: float = 0.0
+    static_runs: int = 0
+
+    def tokens(self, tokens: int) -> int:
+        """Of `tokens` loaded tokens, how many this layer moves KV of."""
+        if self.per_token == 0:
+            return 0
+        return tokens if self.window is None else min(tokens, self.window)
+
+    def bytes(self, tokens: int) -> float:
+        return self.tokens(tokens) * self.per_token + self.static if tokens > 0 else 0.0
+
+
+def layer_bytes(model: ModelSpec, form: KvFormat, tp: int, runs_per_layer: int) -> tuple[LayerBytes, ...]:
+    """What each layer of `model` moves on one of `tp` ranks, indexer rows included.
+
+    An MLA layer has one row a token, so one run; an indexer's keys lie in a run of their own; so do the
+    recurrent and the convolution state.
+    """
+    layers = []
+    for layer in model.layers:
+        state = layer.state_bytes(tp)
+        runs = 1 if layer.latent is not None else runs_per_layer
+        layers.append(
+            LayerBytes(
+                per_token=layer.kv_row_bytes(form, tp) + layer.indexer_row_bytes,
+                window=layer.window,
+                runs=runs + (1 if layer.indexer_row_bytes else 0),
+                static=state,
+                static_runs=2 if state else 0,
+            )
+        )
+    return tuple(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseTransfer(TransferCost):
+    """Transfers of layers that differ, from one tier to one rank; `of` says what each of them moves.
+
+    `layer_bytes_per_token` is then the mean growth, beyond all windows.
+    """
+
+    of: tuple[LayerBytes, ...] = ()
+
+    @classmethod
+    def over(
+        cls, tier: Tier, link: Link, of: Sequence[LayerBytes], load_unit_tokens: int
+    ) -> LayerwiseTransfer:
+        """The transfers of `tier` for those layers, its paged runs being one load unit long."""
+        growth = sum(layer.per_token for layer in of if layer.window is None)
+        return cls(
+            link=link,
+            layers=len(of),
+            layer_bytes_per_token=growth / len(of),
+            run_tokens=load_unit_tokens if tier.run_tokens == 0 else tier.run_tokens,
+            runs_per_layer=tier.runs_per_layer,
+            layout=tier.layout,
+            of=tuple(of),
+        )
+
+    @property
+    def uniform(self) -> bool:
+        """Never: layers that differ arrive one by one."""
+        return False
+
+    def bytes(self, tokens: int) -> float:
+        """Bytes moved when `tokens` tokens are loaded, all layers and states."""
+        return sum(layer.bytes(tokens) for layer in self.of)
+
+    def copies(self, tokens: int) -> int:
+        """Copies the layer with most of them takes; all layers travel in one copy in a chunk-major store."""
+        return max(1, max(self._copies(layer, tokens) for layer in self.of))
+
+    def _copies(self, layer: LayerBytes, tokens: int) -> int:
+        moved = layer.tokens(tokens)
+        if moved <= 0:
+            return layer.static_runs
+        runs = 1 if self.run_tokens is None else -(-moved // self.run_tokens)
+        return runs * layer.runs + layer.static_runs
+
+    def copy_bytes(self, tokens: int) -> float:
+        """Bytes of one copy, on average."""
+        if not self.by_layer:
+            return self.bytes(tokens) / self.copies(tokens)
+        return self.bytes(tokens) / max(1, sum(self._copies(layer, tokens) for layer in self.of))
+
+    def _one_s(self, layer: LayerBytes, tokens: int) -> float:
+        moved, copies = layer.bytes(tokens), self._copies(layer, tokens)
+        if moved <= 0:
+            return 0.0
+        return copies * self.link.per_copy_s + moved / self.link.rate_at(moved / copies)
+
+    def layers_s(self, tokens: int) -> list[float]:
+        """Seconds for each layer when `tokens` tokens are loaded, without the transfer's latency."""
+        if tokens <= 0:
+            return [0.0] * self.layers
+        if not self.by_layer:
+            copies, moved = self.copies(tokens), self.bytes(tokens)
+            whole = copies * self.link.per_copy_s + (
+                moved / self.link.rate_at(moved / copies) if moved else 0.0
+            )
+            return [whole / self.layers] * self.layers
+        known: dict[LayerBytes, float] = {}
+        for layer in self.of:
+            if layer not in known:
+                known[layer] = self._one_s(layer, tokens)
+        return [known[layer] for layer in self.of]
+
+    def layer_s(self, tokens: int) -> float:
+        """Seconds for a layer on average, without the transfer's latency."""
+        return sum(self.layers_s(tokens)) / self.layers
+
+    def total_s(self, tokens: int) -> float:
+        """Seconds for all layers, latency included; nothing costs nothing."""
+        return self.link.latency_s + sum(self.layers_s(tokens)) if tokens > 0 else 0.0
+
+    def arrivals(self, tokens: int) -> list[float]:
+        """When each layer has arrived, in seconds from the start of the transfer."""
+        if tokens <= 0:
+            return [0.0] * self.layers
+        if not self.by_layer:
+            return [self.total_s(tokens)] * self.layers
+        at, arrivals = self.link.latency_s, []
+        for seconds in self.layers_s(tokens):
+            at += seconds
+            arrivals.append(at)
+        return arrivals
+
+    def fixed_until(self, tokens: int) -> list[float]:
+        """What the transfer has cost whatever the rate when each layer arrives: latency and per-copy cost."""
+        at, fixed = self.link.latency_s, []
+        for layer in self.of:
+            at += self._copies(layer, tokens) * self.link.per_copy_s
+            fixed.append(at)
+        return fixed if self.by_layer else [self.fixed_s(tokens)] * self.layers
+
+    def fixed_s(self, tokens: int) -> float:
+        """What a transfer costs whatever the rate: latency and per-copy cost."""
+        copies = (
+            sum(self._copies(layer, tokens) for layer in self.of) if self.by_layer else self.copies(tokens)
+        )
+        return self.link.latency_s + copies * self.link.per_copy_s
