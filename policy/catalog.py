@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
 from kvlane.policy.model import ModelSpec
+from kvlane.policy.model_config import read_json
 
 
 def _profiles() -> Any:
@@ -39,6 +40,11 @@ def model_names() -> list[str]:
     return sorted(_models())
 
 
+def model_ids(name: str) -> list[str]:
+    """Hugging Face ids of a built-in model by its short name."""
+    return list(_models()[name]["huggingface"])
+
+
 def machine_names() -> list[str]:
     """Names of the built-in machines."""
     folder = _profiles().joinpath("machines")
@@ -47,14 +53,23 @@ def machine_names() -> list[str]:
     )
 
 
-def _unknown(field: str, name: str, known: list[str], kind: str) -> InputError:
+def _unknown(field: str, name: str, known: Iterable[str], kind: str) -> InputError:
     near = difflib.get_close_matches(name.lower(), [entry.lower() for entry in known], n=1, cutoff=0.5)
     hint = f", did you mean {near[0]}?" if near else ""
+    shown = name if len(name) <= 80 else f"{name[:80]}..."
     return InputError(
         field,
-        f"{name!r} is neither a built-in {kind} nor a file{hint}",
-        f"a path, or one of {', '.join(known)}",
+        f"{shown!r} is neither a built-in {kind} nor a file{hint}",
+        f"a path, or a name that `kvlane {kind}s` lists",
     )
+
+
+def _is_file(name: str | Path, suffix: str) -> bool:
+    """Whether that can only be meant as a file; what no file could be named is none."""
+    try:
+        return Path(name).is_file() or str(name).endswith(suffix)
+    except (OSError, ValueError):
+        return False
 
 
 def load_model(name: str | Path) -> ModelSpec:
@@ -68,9 +83,9 @@ def load_model(name: str | Path) -> ModelSpec:
             key: value for key, value in _models()[short].items() if key not in ("huggingface", "source")
         }
         return ModelSpec.from_config(fields, name=short)
-    if Path(name).is_file() or str(name).endswith(".json"):
+    if _is_file(name, ".json"):
         return ModelSpec.from_config(Path(name))
-    raise _unknown("model", str(name), model_names(), "model")
+    raise _unknown("model", str(name), _model_ids(), "model")
 
 
 def load_machine(name: str | Path) -> Machine:
@@ -82,6 +97,22 @@ def load_machine(name: str | Path) -> Machine:
     if wanted in machine_names():
         text = _profiles().joinpath("machines", f"{wanted}.toml").read_text(encoding="utf-8")
         return Machine.from_text(text, f"built-in machine {wanted}")
-    if Path(name).is_file() or str(name).endswith(".toml"):
+    if _is_file(name, ".toml"):
         return Machine.from_toml(name)
     raise _unknown("machine", str(name), machine_names(), "machine")
+
+
+def model_config(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """What to call a model, and its config.json's fields: of a built-in one, or of a `config.json` by its path.
+
+    Raises `InputError` as `load_model` does.
+    """
+    short = _model_ids().get(str(name).lower())
+    if short is not None:
+        return short, {
+            key: value for key, value in _models()[short].items() if key not in ("huggingface", "source")
+        }
+    if not _is_file(name, ".json"):
+        raise _unknown("model", str(name), _model_ids(), "model")
+    path = Path(name)
+    return path.stem, dict(read_json(path))

@@ -12,7 +12,8 @@ import typer
 
 from kvlane.policy.calibration_apply import Parameters, calibrated
 from kvlane.policy.calibration_record import read
-from kvlane.policy.catalog import load_machine, load_model, machine_names, model_names
+from kvlane.policy.catalog import load_machine, load_model, machine_names
+from kvlane.policy.cli_models import models
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
 from kvlane.policy.model import usable_tokens
@@ -62,6 +63,13 @@ def decide(
         str | None,
         typer.Option(help="KV dtype, if not the model's own or the calibration's (fp8, bf16, ...)."),
     ] = None,
+    state_checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TIER=TOKENS,TOKENS after which a snapshot of recurrent state is stored, for models that have"
+            " one; repeatable."
+        ),
+    ] = None,
     executor: Annotated[str, typer.Option(help="bulk (all layers, then compute) or layered.")] = "bulk",
     link: Annotated[
         list[str] | None,
@@ -92,6 +100,7 @@ def decide(
         resident_tokens=resident,
         load_unit_tokens=load_unit,
         prefill_chunk_tokens=prefill_chunk,
+        state_checkpoints=_checkpoints(state_checkpoint or []),
     )
     plan = planner.decide(request)
     if as_json:
@@ -100,16 +109,7 @@ def decide(
         print(_in_words(plan, request))
 
 
-@app.command()
-def models() -> None:
-    """List the built-in models: layers, KV bytes per token, bytes of the layers' weights."""
-    for name in model_names():
-        spec = load_model(name)
-        weights = show_bytes(spec.layer_weight_bytes)
-        print(
-            f"{name:16} {len(spec.layers):3} layers  {spec.kv_bytes_per_token():>9,.0f} bytes of KV per token"
-            f"  {weights:>8} of {spec.weight_dtype} weights"
-        )
+app.command()(models)
 
 
 @app.command()
@@ -166,6 +166,20 @@ def _hits(texts: list[str]) -> dict[str, int | tuple[int, ...]]:
     return hits
 
 
+def _checkpoints(texts: list[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        tier, sign, tokens = text.partition("=")
+        try:
+            counts = tuple(int(count) for count in tokens.split(","))
+        except ValueError:
+            counts = ()
+        if not tier.strip() or not sign or not counts:
+            raise InputError("--state-checkpoint", f"{text!r} is not TIER=TOKENS", "such as host=4096,8192")
+        found[tier.strip()] = (*found.get(tier.strip(), ()), *counts)
+    return found
+
+
 def _linked(machine: Machine, texts: list[str]) -> Machine:
     for text in texts:
         tier, sign, rate = text.partition("=")
@@ -181,13 +195,15 @@ def _in_words(plan: Plan, request: Request) -> str:
         usable_tokens(request.hit(tier), plan.prompt_tokens, request.load_unit_tokens)
         for tier in request.hits
     ]
-    stored = max(usable, default=0)
+    load = plan.estimates["load"]
+    stored = plan.usable_tokens if load is not None else max(usable, default=0)
+    size = f", {show_bytes(load.load_bytes)} of it to load" if load is not None else ""
     lines = [
         plan.reason,
         "",
         f"model           {plan.model}, {plan.kv_bytes_per_token:,.0f} bytes of KV per token"
         + (f" and rank (tp {plan.tp})" if plan.tp > 1 else ""),
-        f"usable prefix   {stored:,} tokens, {show_bytes(stored * plan.kv_bytes_per_token)}",
+        f"usable prefix   {stored:,} tokens{size}",
         f"load            {plan.load_tokens:,} tokens, {show_bytes(plan.load_bytes)}",
         f"recompute       {plan.recompute_tokens:,} tokens",
         f"predicted TTFT  {show_seconds(plan.ttft_s)}, of which {show_seconds(plan.exposed_s)} exposed",
