@@ -24,6 +24,7 @@ BYTES_PER_ELEMENT: Mapping[str, float] = {
     "fp8_e5m2": 1.0,
     "int8": 1.0,
     "nvfp4": 0.5 + 1 / 16,
+    "fp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
     "int4": 0.5 + 2.5 / 128,
 }

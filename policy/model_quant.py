@@ -14,26 +14,6 @@ _TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _BLOCK = "quantization_config"
 _METHODS = "fp8, mxfp4, modelopt, compressed-tensors, awq, gptq, auto-round"
 
-# Compute dtypes in order of preference: a format the device has no units for is unpacked and computed in 16 bits.
-_COMPUTE: Mapping[str, tuple[str, ...]] = {
-    "fp32": ("fp32",),
-    "bf16": ("bf16", "fp16"),
-    "fp16": ("fp16", "bf16"),
-    "fp8": ("fp8", "bf16", "fp16"),
-    "fp8_e4m3": ("fp8", "bf16", "fp16"),
-    "fp8_e5m2": ("fp8", "bf16", "fp16"),
-    "int8": ("int8", "bf16", "fp16"),
-    "nvfp4": ("nvfp4", "bf16", "fp16"),
-    "mxfp4": ("mxfp4", "bf16", "fp16"),
-    # Weight-only by construction: AWQ and GPTQ multiply in 16 bits.
-    "int4": ("bf16", "fp16"),
-}
-
-
-def compute_dtypes(weight_dtype: str) -> tuple[str, ...]:
-    """What weights stored so can be computed in, best first; a device takes the first it has a peak for."""
-    return _COMPUTE[weight_dtype]
-
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
