@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +67,67 @@ def reproduce(
         print(f"kvlane-bench: wrong answer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(write(reproduction, out))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The record to write, for kvlane decide --calibration.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A built-in model, its Hugging Face id, or a config.json, with random weights"
+            " [the reproduction's own small model]."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt to measure [4096, or 512 with --quick].")
+    ] = None,
+    reps: Annotated[
+        int | None, typer.Option(help="Measurements of each pass [4, or 2 with --quick].")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the small model [16, or 4 with --quick].")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="Its hidden size.")] = 256,
+    heads: Annotated[int, typer.Option(help="Its attention heads.")] = 4,
+    kv_heads: Annotated[int, typer.Option(help="Its KV heads.")] = 2,
+    ffn: Annotated[int, typer.Option(help="Width of its MLP.")] = 704,
+    vocab: Annotated[int, typer.Option(help="Size of its vocabulary.")] = 2048,
+    quick: Annotated[bool, typer.Option(help="Short prompts, few measurements, a wider band.")] = False,
+) -> None:
+    """Measure this machine's prefill and its link, and write them down for kvlane decide --calibration."""
+    try:
+        from kvlane.bench.calibrate import SEED, Options, calibrate_cpu, check_device, summary
+        from kvlane.bench.shape import Shape
+        from kvlane.bench.subject import demo_subject, named_subject
+        from kvlane.policy.calibration_record import write
+    except ImportError as error:
+        raise InputError("calibrate", f"needs {error.name}", "pip install 'kvlane[transformers]'") from None
+    check_device(device)
+    options = Options(
+        tokens=tokens if tokens is not None else 512 if quick else 4096,
+        reps=reps if reps is not None else 2 if quick else 4,
+    )
+    file_check(out)
+    if model is not None:
+        subject = named_subject(model, options.tokens, SEED)
+    else:
+        depth = layers if layers is not None else 4 if quick else 16
+        subject = demo_subject(Shape(depth, hidden, heads, kv_heads, ffn, vocab), options.tokens, SEED)
+    record = calibrate_cpu(subject, options, time.time())
+    write(record, out)
+    print(summary(record, out))
+
+
+def file_check(out: Path) -> None:
+    """Refuses a file that cannot be written before minutes are spent; raises `InputError` naming `--out`."""
+    if out.is_dir():
+        raise InputError("--out", f"{out} is a folder", "a file")
+    if not out.parent.is_dir():
+        raise InputError("--out", f"there is no folder {out.parent}", "a file in a folder that exists")
+    if not os.access(out.parent, os.W_OK):
+        raise InputError("--out", f"{out.parent} cannot be written", "a file in a folder that can")
 
 
 def write_check(out: Path) -> None:

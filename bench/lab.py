@@ -141,17 +141,27 @@ class Lab:
         return PrefillSample(resident, new, seconds), statistics.median(result.head_s for result in results)
 
     def sample_transfer(self, store: HostStore, ids: Ids, end: int) -> TransferSample:
-        """The median of several copies of `[0, end)`, all layers, nothing computing; a first one is discarded.
+        """The median of several copies of `[0, end)`, all layers, nothing computing; a first one is discarded."""
+        _, *warm = self.transfer_series(store, ids, end)
+        seconds = statistics.median(sample.seconds for sample in warm)
+        return TransferSample(warm[0].bytes, warm[0].copies, seconds)
 
-        Short ones are repeated more often: they are what a busy machine disturbs most.
+    def transfer_series(
+        self, store: HostStore, ids: Ids, end: int, count: int | None = None
+    ) -> list[TransferSample]:
+        """`count` copies of `[0, end)`, all layers, nothing computing, of which the first is cold.
+
+        Without a count short ones are repeated more often: they are what a busy machine disturbs most.
         """
-        self._copies_alone(store, ids, end)
-        seconds: list[float] = []
-        while len(seconds) < 3 or (sum(seconds) < 0.1 and len(seconds) < 15):
-            arrivals, counts = self._copies_alone(store, ids, end)
-            seconds.append(arrivals[-1])
-        copies, nbytes = counts
-        return TransferSample(nbytes, copies, statistics.median(seconds))
+        series: list[TransferSample] = []
+        warm_s = 0.0
+        least, most = (4, 16) if count is None else (count, count)
+        while len(series) < least or (warm_s < 0.1 and len(series) < most):
+            arrivals, (copies, nbytes) = self._copies_alone(store, ids, end)
+            cold = not series
+            warm_s += 0.0 if cold else arrivals[-1]
+            series.append(TransferSample(nbytes, copies, arrivals[-1], cold, self.backend.now()))
+        return series
 
     def _copies_alone(
         self, store: HostStore, ids: Ids, end: int

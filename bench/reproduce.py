@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from transformers import LlamaForCausalLM
 
 from kvlane.bench.lab import Answer, Ids, Lab
+from kvlane.bench.progress import Steps
 from kvlane.bench.scenarios import (
     UNIT_TOKENS,
     Outcome,
@@ -85,35 +75,6 @@ class Reproduction:
     memcpy: tuple[CopySample, ...]
 
 
-class _Steps(AbstractContextManager["_Steps"]):
-    """A progress bar on stderr, or a line a step where nobody watches a terminal."""
-
-    def __init__(self, total: float) -> None:
-        console = Console(stderr=True)
-        self._lines = None if console.is_terminal else console
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        self._bar = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=self._lines is not None,
-        )
-        self._task = self._bar.add_task("starting", total=total)
-
-    def __call__(self, what: str, work: float) -> None:
-        if self._lines is not None:
-            self._lines.print(what, highlight=False)
-        self._bar.update(self._task, advance=work, description=f"{what:52}")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._bar.update(self._task, completed=self._bar.tasks[0].total)
-        self._bar.stop()
-
-
 # What to calibrate each scenario on, in shares of its prompt: full prefills, and passes (prefix, suffix, times)
 # after a prefix, a suffix of 0 being the scenario's own bare suffix after another prefix. No scenario's own
 # length or prefix is among them.
@@ -152,7 +113,7 @@ def reproduce(options: Options) -> Reproduction:
     model = build_model(options.shape, options.tokens, _SEED)
     spec = spec_of(model)
     _check_memory(spec, options.tokens)
-    with _Steps(_total_work(spec, options)) as step, _lab(model, options, None) as home:
+    with Steps(_total_work(spec, options)) as step, _lab(model, options, None) as home:
         return _Bench(options, model, spec, home, step).run()
 
 

@@ -51,6 +51,8 @@ def calibrated(
     Raises `InputError` naming the field of the fingerprint, or the part of the record, that does not fit.
     """
     own = _model(record)
+    if model is not None:
+        check_match(record, {"dtype": model.weight_dtype})
     if model is not None and replace(model, name=own.name) != own:
         raise InputError(
             "calibration.fingerprint.model",

@@ -46,6 +46,8 @@ class TransferSample:
     """One measured transfer: bytes moved, in how many copies, in how many seconds.
 
     `cold` says that it paid for what only a first use pays for; `at_s` is when it ended, on the observer's clock.
+    `submissions` is how often the latency of a transfer is in it: 0 where copies were timed on a stream that ran
+    already.
     """
 
     bytes: int
@@ -53,6 +55,7 @@ class TransferSample:
     seconds: float
     cold: bool = False
     at_s: float = 0.0
+    submissions: int = 1
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -261,7 +264,7 @@ def calibrate_link(
 def transfer_s(link: Link, sample: TransferSample) -> float:
     """Seconds the link would take for a sample's bytes and copies, cold start apart."""
     rate = link.rate_at(sample.bytes / sample.copies)
-    return link.latency_s + sample.copies * link.per_copy_s + sample.bytes / rate
+    return sample.submissions * link.latency_s + sample.copies * link.per_copy_s + sample.bytes / rate
 
 
 def unchecked(estimate: PassEstimate, note: str) -> PassEstimate:
@@ -275,7 +278,7 @@ def check_prefills(samples: Sequence[PrefillSample]) -> None:
     for sample in samples:
         if sample.new_tokens < 1 or sample.resident_tokens < 0 or not is_duration(sample.seconds):
             raise InputError(
-                "samples", f"{sample} is no measurement", "new tokens and finite seconds above zero"
+                "samples", f"{sample} is no measurement", "new tokens and seconds from 1e-9 to 1e6"
             )
 
 
@@ -284,12 +287,13 @@ def check_transfers(samples: Sequence[TransferSample]) -> None:
     for sample in samples:
         if sample.bytes < 1 or sample.copies < 1 or not is_duration(sample.seconds):
             raise InputError(
-                "samples", f"{sample} is no measurement", "bytes, copies and finite seconds above zero"
+                "samples", f"{sample} is no measurement", "bytes, copies and seconds from 1e-9 to 1e6"
             )
 
 
 def is_duration(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds > 0
+    """Whether something can have taken so long: from a nanosecond to eleven days."""
+    return 1e-9 <= seconds <= 1e6
 
 
 def _pass_columns(samples: Sequence[PrefillSample], kinds: Sequence[str], rectangle: bool) -> list[Vector]:
@@ -318,7 +322,7 @@ def _bytes(samples: Sequence[TransferSample]) -> Vector:
 
 def _link_column(samples: Sequence[TransferSample], kind: str) -> Vector:
     if kind == "latency":
-        return np.ones(len(samples))
+        return np.array([sample.submissions for sample in samples], dtype=np.float64)
     return _copies(samples) if kind == "copies" else _bytes(samples)
 
 

@@ -30,9 +30,12 @@ _ROUNDS = 30
 _WORST_CONDITION = 1e3
 # The band of a fit: this share of the samples lies within it. No timing is claimed to better than 1 %.
 BAND_QUANTILE = 0.90
+_NORMAL_QUANTILE = 1.645
 LEAST_ERROR = 0.01
 # What is left to say of a fit that passes through all its samples: nothing contradicts it, nothing confirms it.
 UNCHECKED_ERROR = 0.25
+# Off by ten times or more: no further distinction is of use to anyone.
+LARGEST_ERROR = 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +89,33 @@ def robust_fit(
     bound = np.zeros(width) if lower is None else np.asarray(lower, dtype=np.float64)
     matrix = np.stack(columns, axis=1)
     rest = measured - matrix @ bound  # what the coefficients above their bounds have to explain
-    many = count >= 2 * width + 2
-    rows, target = matrix / measured[:, None], rest / measured
-    solution = _least_absolute(rows, target, share) if many else _nnls(rows, target, share)
+
+    def predict(above: Vector) -> Vector:
+        # Never zero: what is predicted is what residuals are relative to.
+        return np.asarray(np.maximum(matrix @ (bound + above), 1e-4 * measured))
+
     trust = np.ones(count)
+    many = count >= 2 * width + 2
+    if many:
+        # Relative to what was measured, one sample that claims next to no time would outweigh all others; so the
+        # first step is in seconds, and the next ones relative to what the one before predicts.
+        solution = _least_absolute(matrix, rest, share)
+        for _ in range(2):
+            predicted = predict(solution)
+            solution = _least_absolute(matrix / predicted[:, None], rest / predicted, share)
+    else:
+        solution = _nnls(matrix / measured[:, None], rest / measured, share)
     for _ in range(_ROUNDS if many else 3):
-        predicted = np.clip(matrix @ (bound + solution), 0.05 * measured, 20 * measured)
-        residual = measured / predicted - 1
+        predicted = predict(solution)
         if many:
+            residual = measured / predicted - 1
             scale = max(_scale(residual, share, width), _LEAST_SCALE)
             trust = np.clip(1 - (residual / (_BIWEIGHT * scale)) ** 2, 0, None) ** 2
-        rows, target = matrix / predicted[:, None], rest / predicted
-        before, solution = solution, _nnls(rows, target, share * trust)
+        before = solution
+        solution = _nnls(matrix / predicted[:, None], rest / predicted, share * trust)
         if np.allclose(before, solution, rtol=1e-6, atol=0):
             break
-    predicted = np.maximum(matrix @ (bound + solution), 1e-3 * measured)
+    predicted = predict(solution)
     residual = measured / predicted - 1
     errors = _standard_errors(matrix / predicted[:, None], residual, share * trust, solution)
     return Fit(
@@ -137,8 +152,10 @@ def band_of(residual: Vector, share: Vector, width: int) -> float:
     free = len(residual) - width
     if free <= 0:
         return UNCHECKED_ERROR
-    within = weighted_quantile(np.abs(residual), share, BAND_QUANTILE)
-    return max(within * math.sqrt(len(residual) / free), LEAST_ERROR)
+    # The tail of few samples is luck; their middle says what the tail of a normal law would be. The wider counts.
+    middle = _MAD_TO_SIGMA * weighted_quantile(np.abs(residual), share, 0.5)
+    within = max(weighted_quantile(np.abs(residual), share, BAND_QUANTILE), _NORMAL_QUANTILE * middle)
+    return min(max(within * math.sqrt(len(residual) / free), LEAST_ERROR), LARGEST_ERROR)
 
 
 def weighted_quantile(values: Vector, weights: Vector, quantile: float) -> float:

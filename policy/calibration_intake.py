@@ -14,6 +14,9 @@ from kvlane.policy.units import show_rate, show_seconds
 Reason = Literal["not_a_measurement", "above_ceiling", "above_peak"]
 REASONS: tuple[Reason, ...] = ("not_a_measurement", "above_ceiling", "above_peak")
 
+# Beyond it a float no longer holds every whole number.
+_LARGEST = 1 << 53
+
 Sample = TypeVar("Sample", PrefillSample, TransferSample)
 
 
@@ -83,14 +86,20 @@ def refuse_transfer(sample: TransferSample, ceiling_bytes_per_s: float | None) -
     """Why a transfer is no measurement of a link with that ceiling, None where it may be one."""
     for name, value in (("bytes", sample.bytes), ("copies", sample.copies)):
         if not _is_count(value, 1):
-            return Refusal("not_a_measurement", name, f"{value!r} is not a whole number of 1 or more")
+            return Refusal(
+                "not_a_measurement", name, f"{value!r} is not a whole number of 1 or more, or too large"
+            )
     if sample.copies > sample.bytes:
         return Refusal(
             "not_a_measurement", "copies", f"{sample.copies} copies of {sample.bytes} bytes in all"
         )
+    if not _is_count(sample.submissions, 0):
+        return Refusal("not_a_measurement", "submissions", f"{sample.submissions!r} is not a whole number")
     if not is_duration(sample.seconds):
         return Refusal(
-            "not_a_measurement", "seconds", f"{sample.seconds!r} is not a time above zero and finite"
+            "not_a_measurement",
+            "seconds",
+            f"{sample.seconds!r} is not a time from a nanosecond to eleven days",
         )
     ceiling = ceiling_bytes_per_s
     if ceiling is not None and sample.bytes / sample.seconds > ceiling:
@@ -108,10 +117,14 @@ def refuse_prefill(sample: PrefillSample, limits: PrefillLimits | None) -> Refus
         ("new_tokens", sample.new_tokens, 1),
     ):
         if not _is_count(value, least):
-            return Refusal("not_a_measurement", name, f"{value!r} is not a whole number of {least} or more")
+            return Refusal(
+                "not_a_measurement", name, f"{value!r} is not a whole number of {least} or more, or too large"
+            )
     if not is_duration(sample.seconds):
         return Refusal(
-            "not_a_measurement", "seconds", f"{sample.seconds!r} is not a time above zero and finite"
+            "not_a_measurement",
+            "seconds",
+            f"{sample.seconds!r} is not a time from a nanosecond to eleven days",
         )
     if limits is not None:
         flop = limits.flop(sample.resident_tokens, sample.new_tokens)
@@ -125,4 +138,4 @@ def refuse_prefill(sample: PrefillSample, limits: PrefillLimits | None) -> Refus
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST

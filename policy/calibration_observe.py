@@ -75,6 +75,11 @@ class LinkObserved:
     copy_bytes: Span
     refused: Mapping[Reason, int] = field(default_factory=dict)
 
+    def with_latency(self, extra_s: float) -> LinkObserved:
+        """The same with something more to do before each transfer, such as a lookup."""
+        link = self.estimate.link.with_latency(self.estimate.link.latency_s + extra_s)
+        return replace(self, estimate=replace(self.estimate, link=link))
+
 
 class LinkCalibrator:
     """One link's transfers, taken one at a time. Not for use from several threads at once.
