@@ -109,7 +109,7 @@ class Fields:
     def refuse_unread(self, kind: str) -> None:
         """Raises naming the first field that could change KV or FLOP and was not read."""
         for field, value in self.text.items():
-            if field in self._read or not isinstance(field, str) or not value or isinstance(value, Mapping):
+            if field in self._read or not isinstance(field, str) or not value:
                 continue
             if _TELLING.search(field) and not _HARMLESS.fullmatch(field):
                 raise InputError(

@@ -13,6 +13,7 @@ from kvlane.policy.model_parts import (
     Frame,
     Mlp,
     delta_net,
+    expert_count,
     gated,
     mamba2,
     plain_mlp,
@@ -33,7 +34,7 @@ def qwen_hybrid(frame: Frame) -> list[LayerSpec]:
     full = heads.layer(heads.weights(hidden, gate=gate))
     state, weights = delta_net(f, hidden)
     linear = LayerSpec(0, 0, 0, 0, weights, "linear_attention", state=state)
-    if f.get("num_experts"):
+    if f.get("num_experts") or f.get("num_local_experts"):
         mlps = qwen_mlps(frame)
     else:
         if f.get("mlp_only_layers"):
@@ -89,7 +90,7 @@ def nemotron_h(frame: Frame) -> list[LayerSpec]:
         latent = f.count("moe_latent_size")
         shared = f.count("n_shared_experts", 1) * f.count("moe_shared_expert_intermediate_size")
         active = f.whole("num_experts_per_tok")
-        width, experts = f.whole("moe_intermediate_size"), f.whole("n_routed_experts")
+        width, experts = f.whole("moe_intermediate_size"), expert_count(f, "n_routed_experts")
         inner = routed(latent or hidden, experts, active, width, "num_experts_per_tok", gate=False)
         router = hidden * experts
         weights = router + 2 * hidden * latent + plain_mlp(hidden, shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvlane.policy.errors import InputError
 from kvlane.policy.model_fields import Fields
 from kvlane.policy.model_layer import Indexer, Kind, Latent, LayerSpec
-from kvlane.policy.model_parts import FULL, Frame, Mlp, gated, routed
+from kvlane.policy.model_parts import FULL, Frame, Mlp, expert_count, gated, routed
 
 _SPARSE = ("deepseek_v32", "glm_moe_dsa")
 _KINDS = dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), "sparse")
@@ -53,7 +53,7 @@ def _mlps(frame: Frame) -> list[Mlp]:
     if "sparse" not in kinds:
         return [dense] * count
     width = f.whole("moe_intermediate_size")
-    experts, active = f.whole("n_routed_experts"), f.whole("num_experts_per_tok")
+    experts, active = expert_count(f, "n_routed_experts"), f.whole("num_experts_per_tok")
     shared = f.count("n_shared_experts") * width
     sparse = routed(hidden, experts, active, width, "num_experts_per_tok", shared=shared)
     return [sparse if kind == "sparse" else dense for kind in kinds]

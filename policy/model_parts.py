@@ -123,7 +123,19 @@ def routed(
 def routed_experts(frame: Frame, count: str, width: int, shared: int = 0) -> Mlp:
     """The same read from a config that names them `count` and `num_experts_per_tok`."""
     active = frame.f.whole("num_experts_per_tok")
-    return routed(frame.hidden, frame.f.whole(count), active, width, "num_experts_per_tok", shared=shared)
+    return routed(
+        frame.hidden, expert_count(frame.f, count), active, width, "num_experts_per_tok", shared=shared
+    )
+
+
+def expert_count(f: Fields, field: str) -> int:
+    """The number of experts under the family's own name, or under the one transformers 5 writes back."""
+    count = f.whole(field, f.whole("num_local_experts", f.whole("num_experts", 0, least=0), least=0), least=0)
+    for other in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if f.text.get(other) not in (None, count):
+            raise InputError(other, f"is {str(f.text.get(other))[:40]}", f"{count}, as {field} says")
+        f.get(other)
+    return f.whole(field) if count == 0 else count
 
 
 def windowed(heads: Heads, weights: int, kind: str, window: int) -> LayerSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvlane.policy.errors import InputError
@@ -14,6 +15,7 @@ from kvlane.policy.model_parts import (
     Heads,
     Mlp,
     check_heads,
+    expert_count,
     gated,
     read_heads,
     routed,
@@ -124,6 +126,7 @@ def gemma4(frame: Frame) -> list[LayerSpec]:
     check_heads(local.heads, kv_heads, "num_global_key_value_heads")
     # With K and V of one projection they still differ in the cache: K is rotated, V is not.
     full = Heads(local.heads, kv_heads, wide, wide)
+    own = _own_heads(f, count, local, full, kinds)
     window = f.whole("sliding_window")
     shared_from = count - f.count("num_kv_shared_layers")
     if shared_from < 0:
@@ -135,10 +138,10 @@ def gemma4(frame: Frame) -> list[LayerSpec]:
     if f.flag("enable_moe_block", False):
         active = f.whole("top_k_experts")
         width = f.whole("moe_intermediate_size")
-        experts = routed(hidden, f.whole("num_experts"), active, width, "top_k_experts")
+        experts = routed(hidden, expert_count(f, "num_experts"), active, width, "top_k_experts")
     layers = []
     for at, kind in enumerate(kinds):
-        heads, shares = (full if kind == "full_attention" else local), at >= shared_from
+        heads, shares = own[at], at >= shared_from
         weights = heads.weights(hidden, v_proj=not (same and kind == "full_attention"))
         if shares:
             weights = hidden * heads.heads * (heads.k_width + heads.v_width)  # only Q and the output
@@ -150,10 +153,31 @@ def gemma4(frame: Frame) -> list[LayerSpec]:
     return layers
 
 
+def _own_heads(f: Fields, count: int, local: Heads, full: Heads, kinds: list[str]) -> list[Heads]:
+    """Each layer's heads; newer configs give them in `per_layer_config`, by layer and only where they differ."""
+    listed = f.get("per_layer_config")
+    if not listed:
+        return [full if kind == "full_attention" else local for kind in kinds]
+    if not isinstance(listed, Mapping):
+        raise InputError("per_layer_config", f"is a {type(listed).__name__}", "an object of objects")
+    own = [local] * count
+    for at, given in listed.items():
+        if not str(at).isdecimal() or int(at) >= count or not isinstance(given, Mapping):
+            raise InputError("per_layer_config", f"has {str(at)[:40]}", f"layers below {count}")
+        layer = Fields(given, given)
+        kv_heads = layer.whole("num_key_value_heads", local.kv_heads)
+        check_heads(local.heads, kv_heads, "num_key_value_heads")
+        width = layer.whole("head_dim", local.k_width)
+        layer.refuse_unread("per_layer_config")
+        own[int(at)] = Heads(local.heads, kv_heads, width, width)
+    return own
+
+
 def gemma3(frame: Frame) -> list[LayerSpec]:
     """Gemma 3: five sliding layers to a full one, gated MLPs."""
     f, hidden = frame.f, frame.hidden
-    step = f.whole("sliding_window_pattern", 6)
+    # The underscore is how transformers writes the same field back.
+    step = f.whole("sliding_window_pattern", f.whole("_sliding_window_pattern", 6))
     kinds = f.kinds("layer_types", frame.count, SLIDING) or [
         "sliding_attention" if (at + 1) % step else "full_attention" for at in range(frame.count)
     ]
