@@ -143,7 +143,12 @@ def _prefill(prefill: PrefillRecord, model: ModelSpec) -> PrefillCost:
             "the model's own number of layers",
         )
     return PrefillCost(
-        layers=prefill.layers, fresh=_pass(prefill.fresh), extend=_pass(prefill.extend), head_s=prefill.head_s
+        layers=prefill.layers,
+        fresh=_pass(prefill.fresh),
+        extend=_pass(prefill.extend),
+        head_s=prefill.head_s,
+        floor_s=prefill.floor_s,
+        floor_context_s=prefill.floor_context_s,
     )
 
 

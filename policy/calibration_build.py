@@ -56,6 +56,8 @@ def _prefill(estimate: PrefillEstimate, cost: PrefillCost) -> PrefillRecord:
         fresh=_pass(estimate.fresh),
         extend=_pass(estimate.extend),
         head_s=cost.head_s,
+        floor_s=cost.floor_s,
+        floor_context_s=cost.floor_context_s,
         resident_tokens=_span(estimate.resident_tokens),
         new_tokens=_span(estimate.new_tokens),
         refused={str(reason): count for reason, count in estimate.refused.items()},

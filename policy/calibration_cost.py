@@ -85,7 +85,7 @@ class PassEstimate:
 
     `relative_error` is the half-width nine of ten samples lie within, as a share of the prediction;
     `standard_errors` are the coefficients' own, in their units; `scaled` says that a prior's coefficients were all
-    multiplied by one factor; `outliers` counts samples that got no weight.
+    multiplied by one `factor`; `outliers` counts samples that got no weight.
     """
 
     cost: PassCost
@@ -94,6 +94,7 @@ class PassEstimate:
     samples: int
     outliers: int = 0
     scaled: bool = False
+    factor: float = 1.0
     notes: tuple[str, ...] = ()
 
 
@@ -154,13 +155,16 @@ def calibrate_pass(
     weights: Sequence[float] | None = None,
     *,
     prior: PassCost | None = None,
+    floor: tuple[float, float] = (0.0, 0.0),
     rectangle: bool = False,
     least_token_s: float = 0.0,
 ) -> PassEstimate:
     """The pass that the majority of noisy samples agrees on.
 
     `least_token_s` is what a token costs at the device's peak: no coefficient goes below it. Where the samples
-    cannot tell the coefficients apart (too few different ones), `prior` is scaled by one factor and the notes say so.
+    cannot tell the coefficients apart (too few different ones), `prior`, whose work takes at least `floor` (seconds,
+    and seconds per context token), is scaled by one factor and the notes say so. A fit has no floor: what a pass
+    pays to read the weights was in its samples.
 
     Raises `InputError` naming `samples` when they cannot and there is no prior.
     """
@@ -182,7 +186,15 @@ def calibrate_pass(
     if prior is None or not samples:
         raise InputError("samples", f"of {found}", "at least 3 clearly different ones")
     ratios = np.array(
-        [sample.seconds / prior.pass_s(sample.resident_tokens, sample.new_tokens) for sample in samples]
+        [
+            sample.seconds
+            / prior.pass_s(
+                sample.resident_tokens,
+                sample.new_tokens,
+                floor[0] + floor[1] * (sample.resident_tokens + sample.new_tokens),
+            )
+            for sample in samples
+        ]
     )
     factor, error = scale_factor(ratios, weights)
     scaled = replace(
@@ -199,6 +211,7 @@ def calibrate_pass(
         PassCost(0.0, 0.0, 0.0),
         len(samples),
         scaled=True,
+        factor=factor,
         notes=(note,),
     )
 

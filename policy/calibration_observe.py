@@ -193,6 +193,7 @@ class PrefillCalibrator:
         self.rectangle = rectangle
         self.refused: dict[Reason, int] = {}
         self.cold_discarded = 0
+        self._floor = (prior.floor_s, prior.floor_context_s) if prior is not None else (0.0, 0.0)
         self._prior_fresh = prior.fresh if prior is not None else None
         self._prior_extend = prior.extend if prior is not None else None
         self._fresh: Window[PrefillSample] = Window(window, half_life)
@@ -222,8 +223,11 @@ class PrefillCalibrator:
         A kind with too few different samples takes the other's, where one kernel serves both, or else its prior
         scaled by one factor; its notes say so. Raises `InputError` naming `samples` where there is neither.
         """
-        fresh = self._pass(self._fresh, self._prior_fresh, False)
-        extend = self._pass(self._extend, self._prior_extend, self.rectangle)
+        fresh, extend = self._both()
+        if any(self._floor) and not (_unsure(fresh) and _unsure(extend)):
+            # A fit has no floor of its own, and the cost made of both has one for both.
+            self._give_up_floor()
+            fresh, extend = self._both()
         if not self.rectangle and (_unsure(fresh) or _unsure(extend)):
             together = self._together()
             if together is not None:
@@ -257,7 +261,37 @@ class PrefillCalibrator:
     def cost(self) -> PrefillCost:
         """`estimate` as the planner takes it."""
         found = self.estimate()
-        return PrefillCost(self.layers, found.fresh.cost, found.extend.cost, self.head_s)
+        factor = min(found.fresh.factor, found.extend.factor)
+        return PrefillCost(
+            self.layers,
+            found.fresh.cost,
+            found.extend.cost,
+            self.head_s,
+            floor_s=self._floor[0] * factor,
+            floor_context_s=self._floor[1] * factor,
+        )
+
+    def _both(self) -> tuple[PassEstimate | None, PassEstimate | None]:
+        """Each kind by its own samples."""
+        return (
+            self._pass(self._fresh, self._prior_fresh, False),
+            self._pass(self._extend, self._prior_extend, self.rectangle),
+        )
+
+    def _give_up_floor(self) -> None:
+        """What reading weights and KV takes at least becomes part of each prior's fixed cost, the safer side."""
+        floor_s, floor_context_s = self._floor
+        self._floor = (0.0, 0.0)
+        self._prior_fresh, self._prior_extend = (
+            None
+            if prior is None
+            else replace(
+                prior,
+                overhead_s=prior.overhead_s + floor_s,
+                context_s=prior.context_s + floor_context_s,
+            )
+            for prior in (self._prior_fresh, self._prior_extend)
+        )
 
     def _pass(
         self, window: Window[PrefillSample], prior: PassCost | None, rectangle: bool
@@ -268,6 +302,7 @@ class PrefillCalibrator:
                 window.samples(),
                 window.weights(),
                 prior=prior,
+                floor=self._floor,
                 rectangle=rectangle,
                 least_token_s=self._least_token_s,
             )

@@ -97,12 +97,17 @@ class PassRecord(_Strict, frozen=True):
 
 
 class PrefillRecord(_Strict, frozen=True):
-    """Both kinds of pass, the LM head, and the tokens they were measured at."""
+    """Both kinds of pass, the LM head, and the tokens they were measured at.
+
+    `floor_s` and `floor_context_s` are a scaled profile's: what reading the weights, and one token's KV, takes.
+    """
 
     layers: Positive
     fresh: PassRecord
     extend: PassRecord
     head_s: Seconds
+    floor_s: Seconds
+    floor_context_s: Seconds
     resident_tokens: SpanRecord
     new_tokens: SpanRecord
     refused: dict[Name, Count] = {}

@@ -98,6 +98,9 @@ class TestKnownAnswers:
         assert rate / 1e9 == pytest.approx(gib["gb_per_s"], abs=0.01)
         assert rate / 2**30 == pytest.approx(gib["gib_per_s"], abs=0.01)
         assert show_rate(rate) == "350 GB/s"
+        assert TransferSample(4_194_304_000, 1, 0.176).rate_bytes_per_s / 1e9 == pytest.approx(
+            23.83, abs=0.005
+        )
         assert parse_rate(bits["text"]) == bits["bytes_per_s"]
         assert parse_rate(per_ms["text"]) == pytest.approx(per_ms["gb_per_s"] * 1e9)
 

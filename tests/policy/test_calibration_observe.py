@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -181,7 +183,7 @@ class TestRefusals:
             (TransferSample(10**6, 1, -1.0), "seconds"),
             (TransferSample(10**6, 1, float("nan")), "seconds"),
             (TransferSample(10**6, 1, float("inf")), "seconds"),
-            (TransferSample(1.5, 1, 1.0), "bytes"),
+            (TransferSample(cast(Any, 1.5), 1, 1.0), "bytes"),
             (TransferSample(True, 1, 1.0), "bytes"),
             (TransferSample(10**6, 1, 1.0, submissions=-1), "submissions"),
         ],
@@ -253,6 +255,26 @@ class TestFewSamples:
         assert any("all scaled by 1.5" in note for note in found.notes)
         assert any("passes after a prefix: not measured" in note for note in found.notes)
         assert found.extend.relative_error >= 0.25
+
+    def test_a_scaled_prior_keeps_its_floor(self) -> None:
+        prior = PrefillCost(4, TRUE, TRUE, floor_s=0.5, floor_context_s=1e-6)
+        prefill = PrefillCalibrator(4, prior=prior)
+        for tokens in (10, 10, 20):
+            prefill.add(PrefillSample(0, tokens, 2 * prior.pass_s(0, tokens)))
+        cost = prefill.cost()
+        assert (cost.floor_s, cost.floor_context_s) == pytest.approx((1.0, 2e-6), rel=0.01)
+        assert cost.pass_s(0, 15) == pytest.approx(2 * prior.pass_s(0, 15), rel=0.01)
+
+    def test_a_fit_needs_none_and_the_other_kind_keeps_it_as_a_fixed_cost(self) -> None:
+        prior = PrefillCost(4, TRUE, TRUE, floor_s=0.5)
+        prefill = PrefillCalibrator(4, prior=prior, rectangle=True)
+        prefill.add(PrefillSample(0, 10, 1.0))
+        for resident, new in ((0, 1000), (0, 4000), (0, 16_000), (8000, 10)):
+            prefill.add(PrefillSample(resident, new, TRUE.pass_s(resident, new) + 0.5))
+        cost = prefill.cost()
+        assert cost.floor_s == 0
+        assert cost.pass_s(0, 4000) == pytest.approx(TRUE.pass_s(0, 4000) + 0.5, rel=0.01)
+        assert cost.pass_s(8000, 10) == pytest.approx(TRUE.pass_s(8000, 10) + 0.5, rel=0.01)
 
     def test_few_passes_after_a_prefix_are_fitted_with_those_from_token_0(self) -> None:
         prefill = PrefillCalibrator(4)
