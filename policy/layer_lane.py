@@ -76,6 +76,8 @@ class LayerwiseLane(Lane):
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed
         costs included: the largest that any layer's arrival asks for."""
+        if self.parts.bytes(self.gain) == 0:
+            return None, "these layers keep nothing that a load would have to move"
         if self.cost.executor == "bulk" or not self.transfer.by_layer:
             return super().break_even()
         request, cost, chunk = self.request, self.cost, self.request.prefill_chunk_tokens

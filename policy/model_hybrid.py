@@ -11,7 +11,9 @@ from kvlane.policy.model_layer import LayerSpec
 from kvlane.policy.model_parts import (
     LINEAR,
     Frame,
+    Heads,
     Mlp,
+    check_heads,
     delta_net,
     expert_count,
     gated,
@@ -71,6 +73,22 @@ def nemotron_pattern(f: Fields, count: int) -> list[str]:
     return [_NEMOTRON_LETTERS[letter] for letter in pattern]
 
 
+def _nemotron_heads(f: Fields, hidden: int) -> Heads:
+    """Attention heads, whose width older configs call `attention_head_dim`."""
+    older = f.get("attention_head_dim")
+    if older is None or f.get("head_dim") is not None:
+        heads = read_heads(f, hidden)
+        if older not in (None, heads.k_width):
+            raise InputError(
+                "attention_head_dim", f"is {str(older)[:40]}", f"{heads.k_width}, as head_dim says"
+            )
+        return heads
+    count, kv_heads = f.whole("num_attention_heads"), f.whole("num_key_value_heads")
+    check_heads(count, kv_heads, "num_key_value_heads")
+    width = f.whole("attention_head_dim")
+    return Heads(count, kv_heads, width, width)
+
+
 def nemotron_h(frame: Frame) -> list[LayerSpec]:
     """Nemotron-H: layers of Mamba-2, of attention, of experts (in a latent width, if one is given), of an MLP."""
     f, hidden = frame.f, frame.hidden
@@ -81,7 +99,7 @@ def nemotron_h(frame: Frame) -> list[LayerSpec]:
         state, weights = mamba2(f, hidden)
         layers["mamba"] = frame.layer(LayerSpec(0, 0, 0, 0, weights, "mamba", state=state), Mlp(0))
     if "attention" in kinds:
-        heads = read_heads(f, hidden)
+        heads = _nemotron_heads(f, hidden)
         layers["attention"] = frame.layer(heads.layer(heads.weights(hidden)), Mlp(0))
     if "mlp" in kinds:
         mlp = Mlp(plain_mlp(hidden, f.whole("intermediate_size")))
@@ -122,4 +140,5 @@ _NEMOTRON_UNUSED = (
     "n_routed_experts",
     "hybrid_override_pattern",
     "layers_block_type",
+    "attention_head_dim",
 )
