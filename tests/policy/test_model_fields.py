@@ -45,7 +45,8 @@ def test_a_foreign_field_is_refused_in_every_family(name: str, field: str, value
     _, config = model_config(name)
     assert refusal({**config, field: value}).field == field
     # Empty, it says nothing.
-    for nothing in (None, False, 0, [], {}):
+    empty: tuple[Any, ...] = (None, False, 0, [], {})
+    for nothing in empty:
         assert ModelSpec.from_config({**config, field: nothing}, name="x") == ModelSpec.from_config(
             config, name="x"
         )
