@@ -71,7 +71,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     raw = _NOT_JSON.sub(b"null", raw)
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError("model", f"{path} is not a config.json: {error}", "a JSON object") from None
 
 

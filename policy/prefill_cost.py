@@ -150,12 +150,9 @@ class PrefillCost:
         dtype = _PEAK_NAMES.get(model.weight_dtype, model.weight_dtype)
         row = machine.efficiency_for(dtype, engine)
         rates = PassRates.of(machine, row, dtype, tp=tp)
-        narrow = dtype not in ("fp32", "bf16", "fp16")
-        wide = PassRates.of(machine, row, "bf16", tp=tp) if narrow else rates
         form = model.form(kv_dtype)
         prices = {
-            layer: _LayerPrice.of(layer, model, rates, wide, form, tp)
-            for layer in dict.fromkeys(model.layers)
+            layer: _LayerPrice.of(layer, model, rates, form, tp) for layer in dict.fromkeys(model.layers)
         }
         count = Counter(model.layers)
 
@@ -168,7 +165,7 @@ class PrefillCost:
             pair_s=over_layers("pair_s"),
             context_s=over_layers("context_s"),
         )
-        head_s = model.head_flop / wide.dense_flops + model.head_weight_bytes / rates.memory_bytes_per_s
+        head_s = model.head_flop / rates.wide_flops + model.head_weight_bytes / rates.memory_bytes_per_s
         if model.uniform and model.layers[0].plain:
             return cls(layers=len(model.layers), fresh=cost, extend=cost, head_s=head_s), row
         kinds = list(prices)
@@ -202,11 +199,9 @@ class _LayerPrice:
     row_s: float
 
     @classmethod
-    def of(
-        cls, layer: LayerSpec, model: ModelSpec, rates: PassRates, wide: PassRates, form: KvFormat, tp: int
-    ) -> _LayerPrice:
+    def of(cls, layer: LayerSpec, model: ModelSpec, rates: PassRates, form: KvFormat, tp: int) -> _LayerPrice:
         token_s = 2.0 * (layer.weights - layer.wide_weights) / rates.dense_flops
-        token_s += 2.0 * layer.wide_weights / wide.dense_flops
+        token_s += 2.0 * layer.wide_weights / rates.wide_flops
         token_s += 2.0 * (layer.active_weights - layer.weights) / rates.expert_flops
         token_s += layer.state_flop_per_token / rates.attention_flops
         fixed_s = rates.layer_s

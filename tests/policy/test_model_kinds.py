@@ -156,9 +156,7 @@ def test_ranks_divide_heads_and_replicate_what_they_cannot_divide(
 
 
 @pytest.mark.parametrize(("file", "billions"), WEIGHTS.items())
-def test_weights_add_up_to_the_published_size(
-    shared: Path, file: str, billions: tuple[float, float]
-) -> None:
+def test_weights_add_up_to_the_published_size(shared: Path, file: str, billions: tuple[float, float]) -> None:
     model = ModelSpec.from_config(shared / "models" / file)
     assert sum(layer.all_weights for layer in model.layers) / 1e9 == pytest.approx(billions[0], abs=0.06)
     assert sum(layer.active_weights for layer in model.layers) / 1e9 == pytest.approx(billions[1], abs=0.06)
@@ -253,7 +251,9 @@ def test_experts_are_computed_as_far_as_active_and_read_as_far_as_touched() -> N
     assert layer.flop_per_token == 2 * (attention + router + 2 * expert)
     assert mixtral.touched_weight_bytes(1) == 32 * 2 * (attention + router + 2 * expert)
     # Two tokens: an expert is spared with probability (6/8)^2.
-    assert mixtral.touched_weight_bytes(2) == pytest.approx(32 * 2 * (attention + router + 8 * (1 - 9 / 16) * expert))
+    assert mixtral.touched_weight_bytes(2) == pytest.approx(
+        32 * 2 * (attention + router + 8 * (1 - 9 / 16) * expert)
+    )
     assert mixtral.touched_weight_bytes(10_000) == pytest.approx(mixtral.layer_weight_bytes)
 
 
