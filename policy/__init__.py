@@ -7,7 +7,7 @@ libraries; importing this package loads neither numpy nor torch.
 from kvlane.policy.catalog import load_machine, load_model, machine_names, model_names
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Device, Link, Machine, PrefillEfficiency, Tier
-from kvlane.policy.model import LayerSpec, ModelSpec
+from kvlane.policy.model import KvFormat, LayerSpec, ModelSpec
 from kvlane.policy.plan import Estimate, LoadSegment, Plan, Request
 from kvlane.policy.planner import Calibration, Planner, decide
 from kvlane.policy.prefill_cost import PassCost, PrefillCost
@@ -17,6 +17,7 @@ __all__ = [
     "Device",
     "Estimate",
     "InputError",
+    "KvFormat",
     "LayerSpec",
     "Link",
     "LoadSegment",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kvlane.policy.errors import InputError
 from kvlane.policy.model_config import read_config, read_json
 from kvlane.policy.model_kv import BYTES_PER_ELEMENT, KvFormat, bytes_per_element, kv_format
-from kvlane.policy.model_layer import LayerSpec, attention_pairs
+from kvlane.policy.model_layer import LatentCompute, LayerSpec, attention_pairs
 
 __all__ = [
     "BYTES_PER_ELEMENT",
@@ -79,10 +79,28 @@ class ModelSpec:
             layer.moved_tokens(tokens) * layer.kv_row_bytes(form, tp) for layer in self.layers
         )
 
-    def reserve_bytes(self, tokens: int, kv_dtype: str | KvFormat | None = None, tp: int = 1) -> float:
-        """Bytes one rank reserves for `tokens` tokens, indexer apart: every layer's KV whole, and the states."""
+    def reserve_bytes(
+        self, tokens: int, kv_dtype: str | KvFormat | None = None, tp: int = 1, *, frees_windows: bool = False
+    ) -> float:
+        """Bytes one rank reserves for `tokens` tokens, indexer apart: every layer's KV whole, and the states.
+
+        `frees_windows` is for an engine that gives back what has slid out of a window: it then reserves what
+        would be moved.
+        """
+        if frees_windows:
+            return self.move_bytes(tokens, kv_dtype, tp)
         form = self.form(kv_dtype)
         return self.state_bytes(tp) + tokens * sum(layer.kv_row_bytes(form, tp) for layer in self.layers)
+
+    def with_latent_compute(self, compute: LatentCompute) -> ModelSpec:
+        """The same model on an engine that computes MLA in one way only; nothing changes without MLA."""
+        if compute not in get_args(LatentCompute):
+            raise InputError("compute", f"unknown way {compute!r}", ", ".join(get_args(LatentCompute)))
+        layers = (
+            layer if layer.latent is None else replace(layer, latent=replace(layer.latent, compute=compute))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def layer_weight_bytes(self) -> float:

@@ -222,6 +222,24 @@ def test_latent_attention_costs_the_cheaper_of_its_two_ways(shared: Path) -> Non
     assert layer.weights == attention + 3 * 7168 * 18432
 
 
+def test_an_engine_may_fix_one_way_of_latent_attention() -> None:
+    model = load_model("deepseek-v3")
+    ways = {
+        compute: model.with_latent_compute(compute).prefill_flop(30_000, 1000)
+        for compute in ("cheaper", "expanded", "absorbed")
+    }
+    assert ways["cheaper"] == model.prefill_flop(30_000, 1000) == min(ways["expanded"], ways["absorbed"])
+    assert ways["expanded"] != ways["absorbed"]
+    assert load_model("qwen3-8b").with_latent_compute("absorbed") == load_model("qwen3-8b")
+    with pytest.raises(InputError):
+        model.with_latent_compute("magic")  # type: ignore[arg-type]
+
+
+def test_an_engine_may_free_what_slides_out() -> None:
+    model = load_model("gpt-oss-20b")
+    assert model.reserve_bytes(8192, frees_windows=True) == model.move_bytes(8192)
+
+
 def test_sparse_attention_attends_the_best_and_rates_them_all(shared: Path) -> None:
     dense = ModelSpec.from_config(shared / "models" / "DeepSeek-V3.json").layers[0]
     sparse = ModelSpec.from_config(shared / "models" / "DeepSeek-V3.2.json").layers[0]
