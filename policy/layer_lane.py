@@ -59,7 +59,7 @@ class LayerwiseLane(Lane):
             return None
         step = max(1, (high - low) // _GRID)
         points = {*range(low, high + 1, step), high}
-        for window in {layer.window for layer in self.parts.of if layer.window is not None}:
+        for window in {layer.window for layer in self.parts.kinds if layer.window is not None}:
             # Beyond a window, loading more moves nothing more in that layer.
             at = (self.start + window) // self.unit
             points.update(point for point in (at, at + 1) if low <= point <= high)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvlane.policy.machine import Link, Tier
 from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.transfer_cost import TransferCost
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,22 @@ def layer_bytes(model: ModelSpec, form: KvFormat, tp: int, runs_per_layer: int) 
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseTransfer(TransferCost):
-    """Transfers of layers that differ, from one tier to one rank; `of` says what each of them moves.
+    """Transfers of layers that differ, from one tier to one rank.
 
-    `layer_bytes_per_token` is then the mean growth, beyond all windows.
+    `kinds` holds the different layers, `order` which of them each layer is. `layer_bytes_per_token` is the mean
+    growth, beyond all windows.
     """
 
-    of: tuple[LayerBytes, ...] = ()
+    kinds: tuple[LayerBytes, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def of(self) -> list[LayerBytes]:
+        """What each layer moves."""
+        return [self.kinds[kind] for kind in self.order]
+
+    def _each(self, per_kind: Sequence[T]) -> list[T]:
+        return [per_kind[kind] for kind in self.order]
 
     @classmethod
     def over(
@@ -68,6 +81,7 @@ class LayerwiseTransfer(TransferCost):
     ) -> LayerwiseTransfer:
         """The transfers of `tier` for those layers, its paged runs being one load unit long."""
         growth = sum(layer.per_token for layer in of if layer.window is None)
+        kinds = list(dict.fromkeys(of))
         return cls(
             link=link,
             layers=len(of),
@@ -75,7 +89,8 @@ class LayerwiseTransfer(TransferCost):
             run_tokens=load_unit_tokens if tier.run_tokens == 0 else tier.run_tokens,
             runs_per_layer=tier.runs_per_layer,
             layout=tier.layout,
-            of=tuple(of),
+            kinds=tuple(kinds),
+            order=tuple(kinds.index(layer) for layer in of),
         )
 
     @property
@@ -85,11 +100,11 @@ class LayerwiseTransfer(TransferCost):
 
     def bytes(self, tokens: int) -> float:
         """Bytes moved when `tokens` tokens are loaded, all layers and states."""
-        return sum(layer.bytes(tokens) for layer in self.of)
+        return sum(self._each([layer.bytes(tokens) for layer in self.kinds]))
 
     def copies(self, tokens: int) -> int:
         """Copies the layer with most of them takes; all layers travel in one copy in a chunk-major store."""
-        return max(1, max(self._copies(layer, tokens) for layer in self.of))
+        return max(1, max(self._copies(layer, tokens) for layer in self.kinds))
 
     def _copies(self, layer: LayerBytes, tokens: int) -> int:
         moved = layer.tokens(tokens)
@@ -98,11 +113,14 @@ class LayerwiseTransfer(TransferCost):
         runs = 1 if self.run_tokens is None else -(-moved // self.run_tokens)
         return runs * layer.runs + layer.static_runs
 
+    def _all_copies(self, tokens: int) -> list[int]:
+        return self._each([self._copies(layer, tokens) for layer in self.kinds])
+
     def copy_bytes(self, tokens: int) -> float:
         """Bytes of one copy, on average."""
         if not self.by_layer:
             return self.bytes(tokens) / self.copies(tokens)
-        return self.bytes(tokens) / max(1, sum(self._copies(layer, tokens) for layer in self.of))
+        return self.bytes(tokens) / max(1, sum(self._all_copies(tokens)))
 
     def _one_s(self, layer: LayerBytes, tokens: int) -> float:
         moved, copies = layer.bytes(tokens), self._copies(layer, tokens)
@@ -120,11 +138,7 @@ class LayerwiseTransfer(TransferCost):
                 moved / self.link.rate_at(moved / copies) if moved else 0.0
             )
             return [whole / self.layers] * self.layers
-        known: dict[LayerBytes, float] = {}
-        for layer in self.of:
-            if layer not in known:
-                known[layer] = self._one_s(layer, tokens)
-        return [known[layer] for layer in self.of]
+        return self._each([self._one_s(layer, tokens) for layer in self.kinds])
 
     def layer_s(self, tokens: int) -> float:
         """Seconds for a layer on average, without the transfer's latency."""
@@ -149,14 +163,12 @@ class LayerwiseTransfer(TransferCost):
     def fixed_until(self, tokens: int) -> list[float]:
         """What the transfer has cost whatever the rate when each layer arrives: latency and per-copy cost."""
         at, fixed = self.link.latency_s, []
-        for layer in self.of:
-            at += self._copies(layer, tokens) * self.link.per_copy_s
+        for copies in self._all_copies(tokens):
+            at += copies * self.link.per_copy_s
             fixed.append(at)
         return fixed if self.by_layer else [self.fixed_s(tokens)] * self.layers
 
     def fixed_s(self, tokens: int) -> float:
         """What a transfer costs whatever the rate: latency and per-copy cost."""
-        copies = (
-            sum(self._copies(layer, tokens) for layer in self.of) if self.by_layer else self.copies(tokens)
-        )
+        copies = sum(self._all_copies(tokens)) if self.by_layer else self.copies(tokens)
         return self.link.latency_s + copies * self.link.per_copy_s
