@@ -57,6 +57,13 @@ def _unknown(field: str, name: str, known: list[str], kind: str) -> InputError:
     )
 
 
+def _is_file(name: str | Path) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # a name no file can have: too long, or with a NUL
+        return False
+
+
 def load_model(name: str | Path) -> ModelSpec:
     """A built-in model by short name or Hugging Face id, or a `config.json` by its path.
 
@@ -68,7 +75,7 @@ def load_model(name: str | Path) -> ModelSpec:
             key: value for key, value in _models()[short].items() if key not in ("huggingface", "source")
         }
         return ModelSpec.from_config(fields, name=short)
-    if Path(name).is_file() or str(name).endswith(".json"):
+    if _is_file(name) or str(name).endswith(".json"):
         return ModelSpec.from_config(Path(name))
     raise _unknown("model", str(name), model_names(), "model")
 
@@ -82,6 +89,6 @@ def load_machine(name: str | Path) -> Machine:
     if wanted in machine_names():
         text = _profiles().joinpath("machines", f"{wanted}.toml").read_text(encoding="utf-8")
         return Machine.from_text(text, f"built-in machine {wanted}")
-    if Path(name).is_file() or str(name).endswith(".toml"):
+    if _is_file(name) or str(name).endswith(".toml"):
         return Machine.from_toml(name)
     raise _unknown("machine", str(name), machine_names(), "machine")

@@ -7,7 +7,6 @@ add for the scores and for the weighted sum), a projection 2 FLOP per weight and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,18 +176,18 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise InputError("model", f"{path}: {error.strerror or error}", "a readable config.json") from None
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError("model", f"{path} is not a config.json: {error}", "a JSON object") from None
 
 
-def _whole(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _whole(fields: Mapping[str, Any], field: str, default: int | None = None, most: int = 10**9) -> int:
     value = fields.get(field)
     if value is None:
         if default is None:
             raise InputError(field, "is missing", "a whole number of 1 or more")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(field, f"is {value!r}", "a whole number of 1 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InputError(field, f"is {str(value)[:40]}", f"a whole number from 1 to {most:,}")
     return value
 
 
@@ -211,7 +210,7 @@ def _refuse_other_kinds(text: Mapping[str, Any]) -> None:
             raise InputError("layer_types", f"{kind!r} layers are not supported yet", "full_attention")
     if text.get("sliding_window") and text.get("use_sliding_window", True):
         raise InputError("sliding_window", "sliding-window attention is not supported yet", "null")
-    if model_type not in _FULL_ATTENTION:
+    if not isinstance(model_type, str) or model_type not in _FULL_ATTENTION:
         raise InputError(
             "model_type", f"{model_type!r} is not a known kind yet", ", ".join(sorted(_FULL_ATTENTION))
         )
@@ -228,7 +227,7 @@ def _weight_dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
         for field in ("dtype", "torch_dtype"):
             value = fields.get(field)
             if value is not None:
-                if value not in _TORCH_DTYPES:
+                if not isinstance(value, str) or value not in _TORCH_DTYPES:
                     raise InputError(field, f"unknown dtype {value!r}", ", ".join(_TORCH_DTYPES))
                 return _TORCH_DTYPES[value]
     return "bf16"
@@ -236,7 +235,7 @@ def _weight_dtype(text: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
 
 def _from_fields(text: Mapping[str, Any], outer: Mapping[str, Any], name: str | None) -> ModelSpec:
     _refuse_other_kinds(text)
-    count = _whole(text, "num_hidden_layers")
+    count = _whole(text, "num_hidden_layers", most=10_000)
     kinds = text.get("layer_types")
     if kinds and len(kinds) != count:
         raise InputError("layer_types", f"lists {len(kinds)} layers", f"{count}, as num_hidden_layers says")
@@ -270,7 +269,7 @@ def _from_fields(text: Mapping[str, Any], outer: Mapping[str, Any], name: str | 
 
 def usable_tokens(hit: int, prompt: int, unit: int, tail: int = 1) -> int:
     """Stored tokens that may be used: `floor(min(hit, prompt - tail) / unit) * unit`, never below zero."""
-    return max(0, math.floor(min(hit, prompt - tail) / unit) * unit)
+    return max(0, min(hit, prompt - tail) // unit * unit)
 
 
 def gain_tokens(hits: tuple[int, ...], resident: int) -> int:

@@ -32,9 +32,14 @@ class LoadSegment:
         return self.end - self.start
 
 
+# Beyond any context there is; keeps every sum within a float's reach.
+MOST_TOKENS = 1 << 24
+
+
 def _count(value: object, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(name, f"is {value!r}", f"a whole number of tokens, {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
+        shown = str(value)[:40]
+        raise InputError(name, f"is {shown}", f"a whole number of tokens from {least} to {MOST_TOKENS:,}")
     return value
 
 
