@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,8 @@ class Lab:
             model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
         )
         self._copier = LayerExecutor(self.backend)
+        self.computing_s = 0.0
+        self.on_core_s = 0.0
 
     def __enter__(self) -> Lab:
         return self
@@ -87,7 +90,7 @@ class Lab:
     def recompute(self, ids: Ids) -> Answer:
         """Answer without any stored KV."""
         self.engine.poison()
-        return Answer(self.engine.prefill(ids))
+        return Answer(self._compute(ids, 0))
 
     def load(self, store: HostStore, ids: Ids, end: int, executor: Executor) -> Answer:
         """Answer with tokens `[0, end)` loaded; the device KV is poisoned before, outside the timed part."""
@@ -136,9 +139,17 @@ class Lab:
         self, ids: Ids, resident: int, new: int, repeats: int = 1
     ) -> tuple[PrefillSample, float]:
         """The median of several passes of `new` tokens after `resident` held ones, and the LM head's seconds."""
-        results = [self.engine.prefill(ids[: resident + new], resident=resident) for _ in range(repeats)]
+        results = [self._compute(ids[: resident + new], resident) for _ in range(repeats)]
         seconds = statistics.median(result.total_s - result.head_s for result in results)
         return PrefillSample(resident, new, seconds), statistics.median(result.head_s for result in results)
+
+    def _compute(self, ids: Ids, resident: int) -> PrefillResult:
+        """A pass that waits for nothing: what it takes beyond its time on a core, others had of the machine."""
+        began = time.thread_time()
+        result = self.engine.prefill(ids, resident=resident)
+        self.on_core_s += time.thread_time() - began
+        self.computing_s += result.total_s
+        return result
 
     def sample_transfer(self, store: HostStore, ids: Ids, end: int) -> TransferSample:
         """The median of several copies of `[0, end)`, all layers, nothing computing; a first one is discarded.

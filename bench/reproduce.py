@@ -76,13 +76,17 @@ class Report:
 
 @dataclass(slots=True)
 class Reproduction:
-    """Everything measured, for the table and for `results.json`; `memcpy` is the plain link by copy size."""
+    """Everything measured, for the table and for `results.json`.
+
+    `memcpy` is the plain link by copy size; `core_share` how much of its computing the compute thread had a core.
+    """
 
     options: Options
     spec: ModelSpec
     reports: list[Report]
     top2_gap: float
     memcpy: tuple[CopySample, ...]
+    core_share: float
 
 
 class _Steps(AbstractContextManager["_Steps"]):
@@ -179,7 +183,9 @@ class _Bench:
         self.tuner.keep(_whole_units(_HELD * a.tokens))
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         logits = np.sort(reference.result.logits)
-        return Reproduction(self.options, self.spec, reports, float(logits[-1] - logits[-2]), self.memcpy)
+        gap = float(logits[-1] - logits[-2])
+        share = self.home.on_core_s / self.home.computing_s
+        return Reproduction(self.options, self.spec, reports, gap, self.memcpy, share)
 
     def _published(self, scenario: Scenario, fresh: PassSamples) -> Report:
         extend = self.tuner.extend(_points(scenario))
