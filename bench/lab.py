@@ -127,13 +127,16 @@ class Lab:
         return AloneTimes(arrivals, lead, computes, result.head_s)
 
     def hold(self, store: HostStore, ids: Ids, end: int) -> None:
-        """Bring stored tokens `[0, end)` into the engine's KV, by the only way there is: a load."""
+        """Make the engine hold the KV of tokens `[0, end)`: loaded as far as whole units are stored, then computed."""
         if self.engine.holds(ids, end):
             return
-        hit = store.lookup(self.engine.identity, ids)
-        end = -(-end // store.unit_tokens) * store.unit_tokens
-        with store.open(hit, 0, end) as run:
-            self.engine.prefill(ids[: end + 1], load=run, mode="bulk")
+        hit, unit = store.lookup(self.engine.identity, ids), store.unit_tokens
+        loaded = min(hit.tokens, -(-end // unit) * unit, (len(ids) - 1) // unit * unit)
+        if loaded == 0:
+            self.engine.prefill(ids[:end])
+            return
+        with store.open(hit, 0, loaded) as run:
+            self.engine.prefill(ids[: max(end, loaded + 1)], load=run, mode="bulk")
 
     def sample_prefill(
         self, ids: Ids, resident: int, new: int, repeats: int = 1

@@ -200,6 +200,6 @@ def _published(reproduction: Reproduction) -> str:
             f" {show_seconds(recompute)}, {recompute / load:.0f}x; {show_bytes(moved_here)} in {show_seconds(load)} ="
             f" {show_rate(moved_here / load)},",
             f"  and {own_flop:.3g} FLOP in {show_seconds(recompute)} = {own_flop / recompute / 1e9:.0f} GFLOP/s",
-            "  this ratio is the balance of one CPU core and its memcpy; it is not comparable with the published one",
+            "  this ratio is the balance of one CPU core and its link; it is not comparable with the published one",
         )
     )
