@@ -49,6 +49,7 @@ def reproduce(
         from kvlane.bench.results import write
         from kvlane.bench.scenarios import WrongAnswerError
         from kvlane.bench.shape import Shape
+        from kvlane.streams.executor import LoadError
     except ImportError as error:
         raise InputError("reproduce", f"needs {error.name}", "pip install 'kvlane[transformers]'") from None
     rate = None if link == "memcpy" else parse_rate(link, "--link")
@@ -63,8 +64,9 @@ def reproduce(
     write_check(out)
     try:
         reproduction = reproduce(options)
-    except WrongAnswerError as error:
-        print(f"kvlane-bench: wrong answer: {error}", file=sys.stderr)
+    except (WrongAnswerError, LoadError) as error:
+        what = "wrong answer" if isinstance(error, WrongAnswerError) else "a load failed"
+        print(f"kvlane-bench: {what}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(write(reproduction, out))
 
@@ -137,9 +139,12 @@ def write_check(out: Path) -> None:
         probe = out / ".writable"
         probe.touch()
         probe.unlink()
+        for name in ("results.json", "report.txt"):
+            if (out / name).exists():
+                (out / name).open("ab").close()
     except OSError as error:
         raise InputError(
-            "--out", f"{out}: {error.strerror or error}", "a folder that can be written"
+            "--out", f"{error.filename or out}: {error.strerror or error}", "a folder that can be written"
         ) from None
 
 

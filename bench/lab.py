@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,8 @@ class Lab:
             model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
         )
         self._copier = LayerExecutor(self.backend)
+        self.computing_s = 0.0
+        self.on_core_s = 0.0
 
     def __enter__(self) -> Lab:
         return self
@@ -87,7 +90,7 @@ class Lab:
     def recompute(self, ids: Ids) -> Answer:
         """Answer without any stored KV."""
         self.engine.poison()
-        return Answer(self.engine.prefill(ids))
+        return Answer(self._compute(ids, 0))
 
     def load(self, store: HostStore, ids: Ids, end: int, executor: Executor) -> Answer:
         """Answer with tokens `[0, end)` loaded; the device KV is poisoned before, outside the timed part."""
@@ -124,21 +127,32 @@ class Lab:
         return AloneTimes(arrivals, lead, computes, result.head_s)
 
     def hold(self, store: HostStore, ids: Ids, end: int) -> None:
-        """Bring stored tokens `[0, end)` into the engine's KV, by the only way there is: a load."""
+        """Make the engine hold the KV of tokens `[0, end)`: loaded as far as whole units are stored, then computed."""
         if self.engine.holds(ids, end):
             return
-        hit = store.lookup(self.engine.identity, ids)
-        end = -(-end // store.unit_tokens) * store.unit_tokens
-        with store.open(hit, 0, end) as run:
-            self.engine.prefill(ids[: end + 1], load=run, mode="bulk")
+        hit, unit = store.lookup(self.engine.identity, ids), store.unit_tokens
+        loaded = min(hit.tokens, -(-end // unit) * unit, (len(ids) - 1) // unit * unit)
+        if loaded == 0:
+            self.engine.prefill(ids[:end])
+            return
+        with store.open(hit, 0, loaded) as run:
+            self.engine.prefill(ids[: max(end, loaded + 1)], load=run, mode="bulk")
 
     def sample_prefill(
         self, ids: Ids, resident: int, new: int, repeats: int = 1
     ) -> tuple[PrefillSample, float]:
         """The median of several passes of `new` tokens after `resident` held ones, and the LM head's seconds."""
-        results = [self.engine.prefill(ids[: resident + new], resident=resident) for _ in range(repeats)]
+        results = [self._compute(ids[: resident + new], resident) for _ in range(repeats)]
         seconds = statistics.median(result.total_s - result.head_s for result in results)
         return PrefillSample(resident, new, seconds), statistics.median(result.head_s for result in results)
+
+    def _compute(self, ids: Ids, resident: int) -> PrefillResult:
+        """A pass that waits for nothing: what it takes beyond its time on a core, others had of the machine."""
+        began = time.thread_time()
+        result = self.engine.prefill(ids, resident=resident)
+        self.on_core_s += time.thread_time() - began
+        self.computing_s += result.total_s
+        return result
 
     def sample_transfer(self, store: HostStore, ids: Ids, end: int) -> TransferSample:
         """The median of several copies of `[0, end)`, all layers, nothing computing; a first one is discarded."""

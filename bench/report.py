@@ -22,6 +22,7 @@ _HEADER = (
     "overlap",
 )
 _TIMELINE_COLUMNS = 72
+_BUSY_BELOW = 0.9
 
 # The published result this reproduces the protocol of: one request of 12,370 tokens, three measurements.
 PUBLISHED_TOKENS, PUBLISHED_LOAD_S, PUBLISHED_RECOMPUTE_S = 12_370, 0.092, 0.900
@@ -32,6 +33,11 @@ _A100_BF16_FLOPS, _RNGD_FP8_FLOPS = 312e12, 512e12
 def render(reproduction: Reproduction, host: dict[str, Any]) -> str:
     """The whole report as text."""
     parts = [_heading(reproduction, host)]
+    if reproduction.core_share < _BUSY_BELOW:
+        parts.append(
+            f"BUSY     the compute thread had a core for only {reproduction.core_share:.0%} of its time: something else"
+            " ran here, and what was measured before and after it cannot agree"
+        )
     parts += [_scenario(reproduction, report) for report in reproduction.reports]
     parts += [_timeline(reproduction.reports[1]), _answers(reproduction), _published(reproduction)]
     return "\n\n".join(parts)
@@ -194,6 +200,6 @@ def _published(reproduction: Reproduction) -> str:
             f" {show_seconds(recompute)}, {recompute / load:.0f}x; {show_bytes(moved_here)} in {show_seconds(load)} ="
             f" {show_rate(moved_here / load)},",
             f"  and {own_flop:.3g} FLOP in {show_seconds(recompute)} = {own_flop / recompute / 1e9:.0f} GFLOP/s",
-            "  this ratio is the balance of one CPU core and its memcpy; it is not comparable with the published one",
+            "  this ratio is the balance of one CPU core and its link; it is not comparable with the published one",
         )
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
 from kvlane.policy.planner import Planner
-from kvlane.policy.units import show_bytes
+from kvlane.policy.units import show_bytes, show_rate, show_seconds
+from kvlane.streams.executor import DEFAULT_DEADLINE_S
 from kvlane.streams.probe import probe_link
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.probe import CopySample
@@ -66,13 +67,17 @@ class Report:
 
 @dataclass(slots=True)
 class Reproduction:
-    """Everything measured, for the table and for `results.json`; `memcpy` is the plain link by copy size."""
+    """Everything measured, for the table and for `results.json`.
+
+    `memcpy` is the plain link by copy size; `core_share` how much of its computing the compute thread had a core.
+    """
 
     options: Options
     spec: ModelSpec
     reports: list[Report]
     top2_gap: float
     memcpy: tuple[CopySample, ...]
+    core_share: float
 
 
 # What to calibrate each scenario on, in shares of its prompt: full prefills, and passes (prefix, suffix, times)
@@ -107,12 +112,13 @@ def reproduce(options: Options) -> Reproduction:
 
     Raises `InputError` for sizes that cannot be run here, `WrongAnswerError` when any path's answer differs.
     """
+    _check_memory(options)
+    _check_link(options)
     torch.set_num_threads(1)
     # The copies' thread must not wait 5 ms for the interpreter while the compute thread runs Python.
     sys.setswitchinterval(5e-4)
     model = build_model(options.shape, options.tokens, _SEED)
     spec = spec_of(model)
-    _check_memory(spec, options.tokens)
     with Steps(_total_work(spec, options)) as step, _lab(model, options, None) as home:
         return _Bench(options, model, spec, home, step).run()
 
@@ -140,7 +146,9 @@ class _Bench:
         self.tuner.keep(_whole_units(_HELD * a.tokens))
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         logits = np.sort(reference.result.logits)
-        return Reproduction(self.options, self.spec, reports, float(logits[-1] - logits[-2]), self.memcpy)
+        gap = float(logits[-1] - logits[-2])
+        share = self.home.on_core_s / self.home.computing_s
+        return Reproduction(self.options, self.spec, reports, gap, self.memcpy, share)
 
     def _published(self, scenario: Scenario, fresh: PassSamples) -> Report:
         extend = self.tuner.extend(_points(scenario))
@@ -171,11 +179,12 @@ class _Bench:
         extend = self.tuner.extend(_points(scenario))
         # The break-even rate does not depend on the link's own.
         anywhere = self.tuner.planner(scenario.tokens, fresh, extend, self._link(self.home), "layered")
-        rate = scenario.plan(anywhere).break_even_bytes_per_s
-        if rate is None:
-            raise InputError(
-                "tokens", "are too few: loading the short prompt saves no time here", "a longer prompt"
-            )
+        plan = scenario.plan(anywhere)
+        load, recompute = plan.estimates["load"], plan.estimates["recompute"]
+        assert load is not None
+        assert recompute is not None
+        # A model so small that loading saves nothing at any rate still gets a link: one as slow as computing.
+        rate = plan.break_even_bytes_per_s or load.load_bytes / recompute.ttft_s
         with _lab(self.model, self.options, rate) as lab:
             return self._report(scenario, lab, fresh, extend, store, ids)
 
@@ -260,16 +269,37 @@ def _total_work(spec: ModelSpec, options: Options) -> float:
     return sum(spec.prefill_flop(resident, new) for resident, new in passes)
 
 
-def _check_memory(spec: ModelSpec, tokens: int) -> None:
-    """Three stores and three device blocks of the longest prompt, and what a full prefill needs beside."""
-    needed = 6 * tokens * spec.kv_bytes_per_token("fp32") + 2e9
-    try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return  # a system that does not say
-    if needed > available:
+def _check_memory(options: Options) -> None:
+    """The weights, three stores and three device blocks of the longest prompt, and what a full prefill needs."""
+    shape, tokens = options.shape, options.tokens
+    activations = 4 * tokens * (8 * shape.hidden + 3 * shape.ffn)
+    needed = 2 * shape.weight_bytes + 6 * tokens * shape.kv_bytes_per_token + activations + 1_000_000_000
+    available = _available_bytes()
+    if available is not None and needed > available:
         raise InputError(
             "tokens",
             f"{tokens} tokens of this model need about {show_bytes(needed)}, {show_bytes(available)} are free",
             "a shorter prompt or a smaller model",
+        )
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping, page cache included; None on a system that does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+def _check_link(options: Options) -> None:
+    """A load on a link slower than its deadline allows would only fail minutes from now."""
+    rate = options.link_bytes_per_s
+    loaded = options.tokens * options.shape.kv_bytes_per_token
+    if rate is not None and loaded / rate > DEFAULT_DEADLINE_S / 2:
+        raise InputError(
+            "--link",
+            f"{show_rate(rate)} takes {show_seconds(loaded / rate)} for the {show_bytes(loaded)} of this prompt",
+            f"a link that takes at most {show_seconds(DEFAULT_DEADLINE_S / 2)}",
         )

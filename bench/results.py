@@ -72,6 +72,7 @@ def to_dict(reproduction: Reproduction, host: dict[str, Any]) -> dict[str, Any]:
             "repetitions": options.reps,
             "one_request_at_a_time": True,
             "top2_logit_gap": reproduction.top2_gap,
+            "core_share": reproduction.core_share,
         },
         "memcpy": [
             {**asdict(sample), "rate_bytes_per_s": sample.rate_bytes_per_s} for sample in reproduction.memcpy

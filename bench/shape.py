@@ -27,8 +27,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise InputError(name, f"is {value}", "1 or more")
+            # Answers are told apart by their two largest logits, so there must be two.
+            least = 2 if name == "vocab" else 1
+            if value < least:
+                raise InputError(name, f"is {value}", f"{least} or more")
         if self.hidden % self.heads or self.hidden // self.heads % 2:
             raise InputError(
                 "heads", f"{self.heads} heads of an even size do not fill hidden {self.hidden}", "a divisor"
@@ -37,6 +39,17 @@ class Shape:
             raise InputError(
                 "kv_heads", f"{self.kv_heads} does not divide {self.heads} heads", "a divisor of heads"
             )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in fp32, embeddings and LM head included."""
+        attention = self.hidden * (self.hidden // self.heads) * 2 * (self.heads + self.kv_heads)
+        return 4 * (self.layers * (attention + 3 * self.hidden * self.ffn) + 2 * self.vocab * self.hidden)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's KV in fp32, all layers."""
+        return 4 * self.layers * 2 * self.kv_heads * (self.hidden // self.heads)
 
     def __str__(self) -> str:
         return (

@@ -16,7 +16,6 @@ from kvlane.policy.catalog import load_machine, load_model, machine_names
 from kvlane.policy.cli_models import models
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
-from kvlane.policy.model import usable_tokens
 from kvlane.policy.plan import EXECUTORS, Executor, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.units import parse_rate, show_bytes, show_rate, show_seconds
@@ -106,7 +105,7 @@ def decide(
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(plan.to_dict()), indent=2).decode())
     else:
-        print(_in_words(plan, request))
+        print(_in_words(plan))
 
 
 app.command()(models)
@@ -190,20 +189,15 @@ def _linked(machine: Machine, texts: list[str]) -> Machine:
     return machine
 
 
-def _in_words(plan: Plan, request: Request) -> str:
-    usable = [
-        usable_tokens(request.hit(tier), plan.prompt_tokens, request.load_unit_tokens)
-        for tier in request.hits
-    ]
+def _in_words(plan: Plan) -> str:
     load = plan.estimates["load"]
-    stored = plan.usable_tokens if load is not None else max(usable, default=0)
-    size = f", {show_bytes(load.load_bytes)} of it to load" if load is not None else ""
+    size = f", {show_bytes(load.load_bytes)} to load" if load is not None else ""
     lines = [
         plan.reason,
         "",
         f"model           {plan.model}, {plan.kv_bytes_per_token:,.0f} bytes of KV per token"
         + (f" and rank (tp {plan.tp})" if plan.tp > 1 else ""),
-        f"usable prefix   {stored:,} tokens{size}",
+        f"usable prefix   {plan.usable_tokens:,} tokens{size}",
         f"load            {plan.load_tokens:,} tokens, {show_bytes(plan.load_bytes)}",
         f"recompute       {plan.recompute_tokens:,} tokens",
         f"predicted TTFT  {show_seconds(plan.ttft_s)}, of which {show_seconds(plan.exposed_s)} exposed",

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import Estimate, Request
+from kvlane.policy.plan import MOST_TOKENS, Estimate, Request
 from kvlane.policy.transfer_cost import TransferCost
 
 # No crossover is looked for beyond this many tokens.
-_LONGEST_PREFIX = 1 << 24
+_LONGEST_PREFIX = MOST_TOKENS
+
+# Split points are looked for in at most so many runs of equally many prefill chunks.
+_MOST_STRETCHES = 512
 
 
 class Lane:
@@ -35,9 +38,9 @@ class Lane:
             return f"{self.tier}: {stored} stored tokens hold no whole load unit of {self.unit} before the last token"
         return f"{self.tier}: {self.usable} usable tokens, {self.start} resident already"
 
-    def copy_bytes(self) -> float:
-        tokens = max(1, self.gain)
-        return tokens * self.transfer.layer_bytes_per_token / self.transfer.copies(tokens)
+    def link_rate(self) -> float:
+        """Bytes per second the link achieves for loading everything usable, fixed costs apart."""
+        return self.transfer.link.rate_at(self.transfer.copy_bytes(max(1, self.gain)))
 
     def ttft(self, end: int) -> float:
         request = self.request
@@ -64,8 +67,9 @@ class Lane:
     def best_split(self) -> Estimate | None:
         """The fastest proper split, None where no load unit ends strictly inside the usable run.
 
-        Between two kinks TTFT is the larger of two concave functions of the split point, so its least value
-        lies at a kink or where the two cross: where copying a layer takes as long as computing one.
+        Between two bends TTFT is the larger of concave functions of the split point, so its least value lies at
+        a bend or where two of them cross: where copying a layer takes as long as computing one, or where a
+        pass's work takes as long as reading the weights.
         """
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
@@ -73,25 +77,39 @@ class Lane:
         points = {low, high}
         for left, right in self._stretches(low, high):
             points.update((left, right))
-            for signed in (self._copy_beyond_compute, self._work_beyond_floor):
+            for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
                 points.update(_crossing(signed, left, right))
-        best = min(sorted(points), key=lambda units: self.ttft(units * self.unit))
+            points.update(self._later_beyond_floor(left, right))
+        for point in tuple(points):
+            # A copy moves a whole run: loading up to its end costs no more copies.
+            for tokens in self.transfer.run_ends(point * self.unit - self.start):
+                points.add((self.start + tokens) // self.unit)
+        best = min(sorted(point for point in points if low <= point <= high), key=self._ttft_at)
         return self.estimate(best * self.unit)
 
+    def _ttft_at(self, units: int) -> float:
+        return self.ttft(units * self.unit)
+
     def _stretches(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Runs of split points, in load units, over which the number of prefill chunks stays the same."""
+        """Runs of split points, in load units, without a bend inside: the same number of prefill chunks, and
+        copies between the same rows of the link's table."""
+        cuts = {low}
+        for tokens in self.transfer.bends():
+            units = (self.start + tokens) // self.unit
+            cuts.update(cut for cut in (units, units + 1) if low <= cut <= high)
         chunk, prompt = self.request.prefill_chunk_tokens, self.request.prompt_tokens
-        if chunk is None:
-            return [(low, high)]
-        stretches = []
-        left = low
-        while left <= high:
-            remaining = prompt - left * self.unit
-            shortest = (remaining - 1) // chunk * chunk + 1  # fewest tokens that still take as many chunks
-            right = min(high, (prompt - shortest) // self.unit)
-            stretches.append((left, right))
-            left = right + 1
-        return stretches
+        if chunk is not None and (high - low) * self.unit <= _MOST_STRETCHES * chunk:
+            # Chunks smaller than that next to the prompt make bends too slight to look for.
+            left = low
+            while left <= high:
+                cuts.add(left)
+                remaining = prompt - left * self.unit
+                shortest = (
+                    remaining - 1
+                ) // chunk * chunk + 1  # fewest tokens that still take as many chunks
+                left = max(left, (prompt - shortest) // self.unit) + 1
+        ordered = sorted(cuts)
+        return list(zip(ordered, [*(cut - 1 for cut in ordered[1:]), high], strict=True))
 
     def _first_pass(self, end: int) -> int:
         chunk = self.request.prefill_chunk_tokens
@@ -103,35 +121,74 @@ class Lane:
         compute = self.cost.prefill.pass_s(end, self._first_pass(end)) / self.cost.prefill.layers
         return self.transfer.layer_s(end - self.start) - compute
 
-    def _work_beyond_floor(self, units: int) -> float:
-        end = units * self.unit
-        new = self._first_pass(end)
+    def _beyond_floor(self, resident: int, new: int) -> float:
         prefill = self.cost.prefill
-        return prefill.coefficients(end).work_s(end, new) - prefill.floor_of(end + new)
+        return prefill.coefficients(resident).work_s(resident, new) - prefill.floor_of(resident + new)
+
+    def _first_beyond_floor(self, units: int) -> float:
+        end = units * self.unit
+        return self._beyond_floor(end, self._first_pass(end))
+
+    def _last_beyond_floor(self, units: int) -> float:
+        rest = self.request.prompt_tokens - units * self.unit
+        chunk = self.request.prefill_chunk_tokens
+        last = rest if chunk is None else (rest - 1) % chunk + 1
+        return self._beyond_floor(self.request.prompt_tokens - last, last)
+
+    def _later_beyond_floor(self, left: int, right: int) -> set[int]:
+        """Split points in a stretch for which one of the later whole chunks leaves the floor."""
+        chunk = self.request.prefill_chunk_tokens
+        if chunk is None:
+            return set()
+        turns = _crossing(lambda resident: self._beyond_floor(resident, chunk), 1, self.request.prompt_tokens)
+        points: set[int] = set()
+        for turn in turns:
+            # The chunk that starts at `turn` is a whole number of chunks after the split point.
+            before = (turn - left * self.unit) // chunk * chunk
+            units = (turn - before) // self.unit
+            points.update(point for point in (units, units + 1) if left <= point <= right)
+        return points
 
     def crossover(self) -> tuple[int | None, str]:
-        """The shortest prefix in tokens, suffix held fixed, for which loading all of it is not slower."""
+        """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower.
+
+        Where chunks make several, the one nearest to this request's prefix: it answers for this request.
+        """
         request, cost = self.request, self.cost
         suffix = request.prompt_tokens - self.usable
         chunk = request.prefill_chunk_tokens
 
-        def load_gain(prefix: int) -> float:
+        def load_pays(prefix: int) -> bool:
             prompt = prefix + suffix
             load = cost.load_s(self.transfer, self.start, prefix, prompt, chunk)
-            return cost.recompute_s(self.start, prompt, chunk) - load
+            return load <= cost.recompute_s(self.start, prompt, chunk)
 
         shortest = self.start + 1
-        if load_gain(shortest) >= 0:
-            return None, "loading is faster for a prefix of any length"
-        low = high = shortest
-        while load_gain(high) < 0:
-            if high >= _LONGEST_PREFIX:
-                return None, f"recomputing is faster up to {_LONGEST_PREFIX} tokens"
-            low, high = high, min(_LONGEST_PREFIX, 2 * high)
+        here = max(shortest, self.usable)
+        if load_pays(here):
+            low, high = self._halve_until(load_pays, shortest, here)
+            if low is None:
+                return None, "loading is faster for a prefix of any length up to this one"
+        else:
+            low, high = here, min(_LONGEST_PREFIX, 2 * here)
+            while not load_pays(high):
+                if high >= _LONGEST_PREFIX:
+                    return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
+                low, high = high, min(_LONGEST_PREFIX, 2 * high)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if load_gain(middle) < 0 else (low, middle)
+            low, high = (low, middle) if load_pays(middle) else (middle, high)
         return high, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
+
+    @staticmethod
+    def _halve_until(load_pays: Callable[[int], bool], shortest: int, high: int) -> tuple[int | None, int]:
+        """A prefix for which loading does not pay and one above it for which it does; None without the first."""
+        while high > shortest:
+            middle = (shortest + high) // 2
+            if not load_pays(middle):
+                return middle, high
+            high = middle
+        return None, high
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed

@@ -46,9 +46,6 @@ class LayerwiseLane(Lane):
             )
         return super().no_gain()
 
-    def copy_bytes(self) -> float:
-        return self.parts.copy_bytes(max(1, self.gain))
-
     def best_split(self) -> Estimate | None:
         """The fastest proper split found, None where none may end strictly inside the usable run."""
         if self.recurrent:

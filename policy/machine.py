@@ -5,6 +5,7 @@ Profiles are TOML with units in the text; each number stands beside the address 
 
 from __future__ import annotations
 
+import math
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -42,12 +43,12 @@ class Link:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate_bytes_per_s < float("inf"):
+        if not 0 < self.rate_bytes_per_s < math.inf:
             raise InputError(
                 f"links.{self.name}.rate", f"{self.rate_bytes_per_s!r} is not a rate", "a rate above zero"
             )
         for part, value in (("per_copy", self.per_copy_s), ("latency", self.latency_s)):
-            if not 0 <= value < float("inf"):
+            if not 0 <= value < math.inf:
                 raise InputError(
                     f"links.{self.name}.{part}", f"{value!r} is not a time", "zero or more seconds"
                 )
@@ -58,7 +59,8 @@ class Link:
                 "one of the two",
             )
         sizes = [size for size, _ in self.rate_table]
-        if sizes != sorted(set(sizes)) or any(size <= 0 or rate <= 0 for size, rate in self.rate_table):
+        finite = all(0 < number < math.inf for row in self.rate_table for number in row)
+        if not finite or sizes != sorted(set(sizes)):
             raise InputError(
                 f"links.{self.name}.rate_table", "is not rising in copy size", "rows (size, rate), rising"
             )
@@ -184,7 +186,7 @@ class Machine:
         """The same from TOML text; `where` names it in errors."""
         try:
             fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError("machine", f"{where} is not TOML: {error}", "a machine profile (TOML)") from None
         try:
             return _machine(msgspec.convert(fields, _MachineText))
@@ -266,7 +268,7 @@ def _link(name: str, text: _LinkText) -> Link:
         raise InputError(f"{at}.rate", "a link gives either a rate or a rate_table", "exactly one of the two")
     rate = parse_rate(text.rate, f"{at}.rate") if text.rate else table[-1][1]
     ceiling = parse_rate(text.ceiling, f"{at}.ceiling") if text.ceiling is not None else None
-    if ceiling is not None and rate > ceiling:
+    if ceiling is not None and max(rate, *(row_rate for _, row_rate in table), 0.0) > ceiling:
         raise InputError(
             f"{at}.rate", f"{text.rate!r} is above the link's ceiling {text.ceiling!r}", "at most the ceiling"
         )

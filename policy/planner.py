@@ -102,28 +102,20 @@ class Planner:
 
     def decide(self, request: Request) -> Plan:
         """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
-        recompute = self._recompute(request)
-        loads, splits = [], []
-        reasons = []
-        for name in request.hits:
-            lane = self._lane(name, request)
-            if lane.gain <= 0:
-                reasons.append(lane.no_gain())
-                continue
-            loads.append(lane.estimate(lane.usable))
-            split = lane.best_split()
-            if split is not None:
-                splits.append(split)
-        load = min(loads, key=_ttft, default=None)
+        lanes = {tier: self._lane(tier, request) for tier in request.hits}
+        useful = [lane for lane in lanes.values() if lane.gain > 0]
+        load = min((lane.estimate(lane.usable) for lane in useful), key=_ttft, default=None)
+        splits = [split for lane in useful if (split := lane.best_split()) is not None]
         split = min(splits, key=_ttft, default=None)
+        recompute = self._recompute(request)
         estimates: dict[Path, Estimate | None] = {"load": load, "recompute": recompute, "split": split}
-        nothing = "; ".join(reasons) if reasons else "no stored prefix"
+        nothing = "; ".join(lane.no_gain() for lane in lanes.values()) or "no stored prefix"
         unavailable: dict[Path, str] = {}
         if load is None:
             unavailable["load"] = nothing
         if split is None:
             unavailable["split"] = nothing if load is None else self._no_split
-        return self._plan(request, estimates, unavailable)
+        return self._plan(request, lanes, estimates, unavailable)
 
     @property
     def _no_split(self) -> str:
@@ -132,7 +124,11 @@ class Planner:
         return "the usable prefix is a single load unit"
 
     def _plan(
-        self, request: Request, estimates: dict[Path, Estimate | None], unavailable: dict[Path, str]
+        self,
+        request: Request,
+        lanes: Mapping[str, Lane],
+        estimates: dict[Path, Estimate | None],
+        unavailable: dict[Path, str],
     ) -> Plan:
         chosen = self._choose(estimates)
         load = estimates["load"]
@@ -140,18 +136,20 @@ class Planner:
         crossover, crossover_note = None, "no stored prefix to load"
         rate, rate_note = None, "no stored prefix to load"
         link_rate = None
-        usable = request.resident_tokens
+        usable = max((lane.usable for lane in lanes.values()), default=0)
         parameters = self._parameters
         if tier is not None:
-            lane = self._lane(tier, request)
+            lane = lanes[tier]
             usable = lane.usable
             crossover, crossover_note = lane.crossover()
             crossover_note += self._crossover_range_note(crossover, lane, request)
             rate, rate_note = lane.break_even()
             link = lane.transfer.link
-            link_rate = lane.transfer.link.rate_at(lane.copy_bytes())
-            copies = f"{lane.transfer.copies(max(1, lane.gain))} copies a layer at {show_seconds(link.per_copy_s)} each"
-            text = f"{show_rate(link.rate_bytes_per_s)}, {copies}: {link.origin}"
+            link_rate = lane.link_rate()
+            text = f"{show_rate(link.rate_bytes_per_s)}: {link.origin}"
+            if link.per_copy_s:
+                copies = lane.transfer.copies(max(1, lane.gain))
+                text = f"{copies} copies a layer, each {show_seconds(link.per_copy_s)} beside its bytes at {text}"
             parameters = {**parameters, f"link.{link.name}": Parameter(link.source, text)}
         segments: tuple[LoadSegment, ...] = ()
         if chosen.tier is not None:

@@ -64,6 +64,23 @@ class TransferCost:
         runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
         return runs * self.runs_per_layer
 
+    def copy_bytes(self, tokens: int) -> float:
+        """Mean bytes of one copy when `tokens` > 0 tokens move."""
+        moved = tokens * self.layer_bytes_per_token if self.by_layer else self.bytes(tokens)
+        return moved / self.copies(tokens)
+
+    def bends(self) -> list[int]:
+        """Token counts at which the cost of a transfer changes its slope: a copy outgrows a row of the table."""
+        per_token = self.layer_bytes_per_token * (1 if self.by_layer else self.layers)
+        return [int(size * self.runs_per_layer / per_token) for size, _ in self.link.rate_table]
+
+    def run_ends(self, tokens: int) -> tuple[int, int]:
+        """The most tokens that take as many copies as `tokens` do, and the most that take one run fewer."""
+        if self.run_tokens is None:
+            return tokens, 0
+        ends = -(-tokens // self.run_tokens) * self.run_tokens
+        return ends, ends - self.run_tokens
+
     def layer_s(self, tokens: int) -> float:
         """Seconds for one layer of `tokens` tokens, without the transfer's latency."""
         moved = tokens * self.layer_bytes_per_token
@@ -74,13 +91,11 @@ class TransferCost:
         link = self.link
         if not link.rate_table and link.per_copy_s == 0.0:
             return moved / link.rate_bytes_per_s
-        copies = self.copies(tokens)
-        return copies * link.per_copy_s + moved / link.rate_at(moved / copies)
+        return self.copies(tokens) * link.per_copy_s + moved / link.rate_at(self.copy_bytes(tokens))
 
     def _chunks_s(self, tokens: int) -> float:
-        copies = self.copies(tokens)
-        moved = self.bytes(tokens)
-        return copies * self.link.per_copy_s + moved / self.link.rate_at(moved / copies)
+        rate = self.link.rate_at(self.copy_bytes(tokens))
+        return self.copies(tokens) * self.link.per_copy_s + self.bytes(tokens) / rate
 
     def total_s(self, tokens: int) -> float:
         """Seconds for all layers of `tokens` tokens, latency included; nothing costs nothing."""

@@ -12,10 +12,16 @@ import re
 
 from kvlane.policy.errors import InputError
 
-_NUMBER = r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?)"
-_AMOUNT = r"([kKMGTP]?)(i?)(B|b)(?:it|its|yte|ytes)?"
+# Commas between thousands only: "1,5" is one and a half to some and fifteen to others.
+_NUMBER = (
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)\.?[0-9]*(?:[eE][+-]?[0-9]+)?"
+    r"|\.[0-9]+(?:[eE][+-]?[0-9]+)?)"
+)
+_AMOUNT = r"([kKMGTP]?)(i?)(B|b|[Bb]ytes?|[Bb]its?)"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+_LONGEST_S = 1e6
 
 _BYTES = re.compile(rf"\s*{_NUMBER}\s*{_AMOUNT}\s*")
 _RATE = re.compile(rf"\s*{_NUMBER}\s*{_AMOUNT}\s*(?:/\s*|p)(s|ms|us|µs|ns)(?:ec)?\s*")
@@ -35,7 +41,8 @@ def _number(text: str, field: str, original: str) -> float:
 
 def _scale(prefix: str, binary: str, unit: str) -> float:
     step = 1024.0 if binary else 1000.0
-    return float(step ** _PREFIX[prefix]) / (8.0 if unit == "b" else 1.0)
+    is_bit = unit == "b" or unit[1:2] == "i"  # "b", "bit", "Bits"; else "B", "byte", "Bytes"
+    return float(step ** _PREFIX[prefix]) / (8.0 if is_bit else 1.0)
 
 
 def _match(pattern: re.Pattern[str], text: object, field: str, expected: str) -> re.Match[str]:
@@ -56,8 +63,9 @@ def parse_rate(text: object, field: str = "rate") -> float:
     expected = 'a rate with its unit, such as "50 GB/s" or "200 Gb/s"'
     found = _match(_RATE, text, field, expected)
     rate = _number(found[1], field, found[0]) * _scale(found[2], found[3], found[4]) / _SECONDS[found[5]]
-    if not 0 < rate < math.inf:
-        raise InputError(field, f"{text!r} is not above zero and finite", expected)
+    if not 1 <= rate < math.inf:
+        # A slower one would make times that no longer fit a float.
+        raise InputError(field, f"{text!r} is not above zero and finite, 1 B/s being the slowest", expected)
     return rate
 
 
@@ -65,13 +73,19 @@ def parse_bytes(text: object, field: str = "size") -> float:
     """Bytes from text such as "80 GB", "64 KiB" or "512 B"; raises `InputError` naming `field`."""
     expected = 'a size with its unit, such as "80 GB" or "64 KiB"'
     found = _match(_BYTES, text, field, expected)
-    return _number(found[1], field, found[0]) * _scale(found[2], found[3], found[4])
+    size = _number(found[1], field, found[0]) * _scale(found[2], found[3], found[4])
+    if size == math.inf:
+        raise InputError(field, f"{text!r} is not finite", expected)
+    return size
 
 
 def parse_seconds(text: object, field: str = "time") -> float:
     """Seconds from text such as "3.3 us", "10 ms" or "1 s"; raises `InputError` naming `field`."""
     found = _match(_TIME, text, field, 'a time with its unit, such as "3.3 us"')
-    return _number(found[1], field, found[0]) * _SECONDS[found[2]]
+    seconds = _number(found[1], field, found[0]) * _SECONDS[found[2]]
+    if seconds > _LONGEST_S:
+        raise InputError(field, f"{text!r} is longer than any cost can be", f"at most {_LONGEST_S:g} s")
+    return seconds
 
 
 def parse_flops(text: object, field: str = "peak") -> float:
@@ -84,14 +98,22 @@ def parse_flops(text: object, field: str = "peak") -> float:
     return peak
 
 
-def _scaled(value: float, step: tuple[tuple[float, str], ...]) -> str:
-    for scale, unit in step:
-        if abs(value) >= scale:
-            return (
-                f"{value / scale:.3g} {unit}" if abs(value) < 1000 * scale else f"{value / scale:,.0f} {unit}"
-            )
-    scale, unit = step[-1]
-    return f"{value / scale:.3g} {unit}"
+def _three_digits(value: float) -> str:
+    """Three significant digits without an exponent: "1.62", "51.4", "989", "2,199"."""
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    text = f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
+    """The value in the largest unit that leaves a digit before the point, after rounding."""
+    for scale, unit in steps:
+        if abs(value) >= 0.9995 * scale:
+            return f"{_three_digits(value / scale)} {unit}"
+    scale, unit = steps[-1]
+    return f"{_three_digits(value / scale)} {unit}"
 
 
 def show_rate(bytes_per_s: float) -> str:
@@ -108,10 +130,13 @@ def show_seconds(seconds: float) -> str:
     """A time as people read it: "92.0 ms", "1.25 s"."""
     if seconds == 0:
         return "0 ms"
-    if abs(seconds) >= 10:
-        return f"{seconds:.1f} s"
-    if abs(seconds) >= 1:
+    size = abs(seconds)
+    if size >= 9.995:
+        return f"{seconds:,.1f} s"
+    if size >= 0.99995:
         return f"{seconds:.2f} s"
-    if abs(seconds) >= 1e-4:
-        return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 0.01 else f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e6:.3g} us"
+    if size >= 0.009995:
+        return f"{seconds * 1e3:.1f} ms"
+    if size >= 1e-4:
+        return f"{seconds * 1e3:.2f} ms"
+    return _scaled(seconds, ((1e-6, "us"), (1e-9, "ns")))

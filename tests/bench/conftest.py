@@ -1,0 +1,203 @@
+"""A model of a few thousand weights with its planners, the command run in-process, and one real tiny reproduction."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from kvlane.bench import results
+from kvlane.bench.cli import app
+from kvlane.bench.lab import Answer, Ids, Lab
+from kvlane.bench.reproduce import Reproduction
+from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
+from kvlane.bench.tuning import cpu_machine
+from kvlane.policy.calibration import LinkFit
+from kvlane.policy.cli import run_app
+from kvlane.policy.machine import Link
+from kvlane.policy.model import ModelSpec
+from kvlane.policy.plan import Executor
+from kvlane.policy.planner import Calibration, Planner
+from kvlane.policy.prefill_cost import PassCost, PrefillCost
+from kvlane.transfer.host import HostStore
+
+KvlaneBench = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SHAPE = Shape(layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=160)
+TOKENS, UNIT = 134, 16  # not a whole number of units
+USABLE = 128
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Gives the process back the settings that a reproduction changes for itself."""
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    with as_before():
+        torch.set_num_threads(1)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("kvlane")]
+    assert not left
+
+
+@dataclass(frozen=True)
+class Small:
+    """A lab on plain memory with one prompt answered without a store, and a store that holds all of its units."""
+
+    lab: Lab
+    spec: ModelSpec
+    ids: Ids
+    store: HostStore
+    reference: Answer
+
+    def planner(self, rate: float, executor: Executor = "layered", kv_dtype: str = "fp32") -> Planner:
+        return planner(self.spec, rate, executor, kv_dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.lab.engine.layout.bytes_per_token
+
+    def stored(self) -> Any:
+        """The memory of the stored prompt, to be tampered with, and how it is arranged."""
+        with self.store.open(self.store.lookup(self.lab.engine.identity, self.ids), 0, USABLE) as run:
+            return run.memory, run.region
+
+
+def planner(spec: ModelSpec, rate: float, executor: Executor = "layered", kv_dtype: str = "fp32") -> Planner:
+    """A policy that believes in a millisecond a token and in this link, whatever the machine really does."""
+    cost = PassCost(overhead_s=0.0, token_s=1e-3, pair_s=0.0)
+    prefill = PrefillCost(layers=len(spec.layers), fresh=cost, extend=cost, head_s=2e-3)
+    link = LinkFit(Link("host link", rate, source="calibration", origin="declared by a test"), 0.01)
+    return Planner(
+        spec,
+        cpu_machine(link, lookup_s=1e-4),
+        executor=executor,
+        kv_dtype=kv_dtype,
+        calibration=Calibration(prefill, 0.01, "declared by a test"),
+    )
+
+
+class Kit:
+    """What tests of this folder share; a fixture, because test folders are not importable."""
+
+    shape = SHAPE
+    tokens = TOKENS
+    usable = USABLE
+    unit = UNIT
+    # Rates on which the policy above loads everything, a part, and nothing.
+    cheap_link, middling_link, slow_link = 1e12, 4e5, 1e3
+    planner = staticmethod(planner)
+
+
+@pytest.fixture(scope="session")
+def kit() -> type[Kit]:
+    return Kit
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    return build_model(SHAPE, TOKENS, seed=1)
+
+
+@pytest.fixture
+def small(model: LlamaForCausalLM) -> Iterator[Small]:
+    ids = random_prompt(SHAPE, TOKENS, seed=2)
+    with Lab(model, TOKENS, "seed-1") as lab:
+        reference = lab.recompute(ids)
+        store = HostStore(UNIT)
+        lab.keep(store, ids, TOKENS)
+        yield Small(lab, spec_of(model), ids, store, reference)
+
+
+@pytest.fixture
+def kvlane_bench(capsys: pytest.CaptureFixture[str]) -> KvlaneBench:
+    """Runs the `kvlane-bench` command in this process: exit status, stdout and stderr as of a real one."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        texts = [str(argument) for argument in arguments]
+        status = run_app(app, "kvlane-bench", texts)
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(texts, status, out, err)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """What one run of the command left behind."""
+
+    out: str
+    err: str
+    folder: Path
+    layers: int
+    tokens: int
+    reps: int
+    reproduction: Reproduction
+
+    @property
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "report.txt").read_text(encoding="utf-8")
+
+    def scenario(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(s for s in self.results["scenarios"] if s["name"] == name)
+        return found
+
+    def conditions(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Every condition with its scenario."""
+        return [(s, c) for s in self.results["scenarios"] for c in s["conditions"]]
+
+
+@pytest.fixture(scope="session")
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
+    """`kvlane-bench reproduce` for real, on two layers and 640 tokens; a run that fails fails here."""
+    layers, tokens, reps = 2, 640, 2
+    folder = tmp_path_factory.mktemp("reproduced") / "made" / "by the command"
+    out, err = io.StringIO(), io.StringIO()
+    written: list[Reproduction] = []
+    really_write = results.write
+
+    def write(reproduction: Reproduction, into: Path) -> str:
+        written.append(reproduction)
+        return really_write(reproduction, into)
+
+    texts = ["reproduce", "--layers", layers, "--tokens", tokens, "--reps", reps, "--out", folder]
+    with (
+        as_before(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as m,
+    ):
+        m.setattr(results, "write", write)
+        status = run_app(app, "kvlane-bench", [str(text) for text in texts])
+    assert status == 0, err.getvalue()
+    return Reproduced(out.getvalue(), err.getvalue(), folder, layers, tokens, reps, written[0])

@@ -1,0 +1,252 @@
+"""What holds for every plan, whatever the machine, the model and the request: random ones, many of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvlane.policy import Calibration, Estimate, Plan, Planner, Request, pipeline
+from kvlane.policy.plan import Parameter, Path
+from kvlane.policy.transfer_cost import TransferCost
+from kvlane.policy.units import show_seconds
+
+planners = st.from_type(Planner)
+requests = st.from_type(Request)
+STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
+
+
+def transfer_of(planner: Planner, tier: str, request: Request) -> TransferCost:
+    found = planner.machine.tier(tier)
+    return TransferCost.of_tier(
+        found,
+        planner.machine.links[found.link],
+        planner.layers,
+        planner.layer_bytes_per_token,
+        request.load_unit_tokens,
+    )
+
+
+def usable(request: Request, tier: str) -> int:
+    ranks = request.hits[tier]
+    stored = min(ranks) if isinstance(ranks, tuple) else ranks
+    unit = request.load_unit_tokens
+    return max(0, min(stored, request.prompt_tokens - request.tail_tokens)) // unit * unit
+
+
+def existing(plan: Plan) -> list[Estimate]:
+    return [estimate for estimate in plan.estimates.values() if estimate is not None]
+
+
+def what_happens_s(planner: Planner, request: Request, estimate: Estimate) -> float:
+    """TTFT of an estimate's path, layer by layer and pass by pass."""
+    prefill, layers = planner.prefill, planner.layers
+    arrivals = [0.0] * layers
+    if estimate.tier is not None:
+        arrivals = transfer_of(planner, estimate.tier, request).arrivals(estimate.load_tokens)
+        if planner.executor == "bulk":
+            arrivals = [arrivals[-1]] * layers
+    at, prompt = max(estimate.end, request.resident_tokens), request.prompt_tokens
+    chunk = request.prefill_chunk_tokens or prompt
+    first = min(chunk, prompt - at)
+    done = pipeline.recurrence(arrivals, [prefill.pass_s(at, first) / layers] * layers)[-1]
+    at += first
+    while at < prompt:
+        new = min(chunk, prompt - at)
+        done += prefill.pass_s(at, new)
+        at += new
+    return done + prefill.head_s
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=200)
+def test_every_estimate_is_what_happens_layer_by_layer(planner: Planner, request: Request) -> None:
+    for estimate in existing(planner.decide(request)):
+        happens = what_happens_s(planner, request, estimate)
+        assert math.isclose(estimate.ttft_s, happens, rel_tol=1e-9, abs_tol=1e-15)
+        if estimate.tier is None:
+            assert estimate.transfer_s == 0
+        else:
+            transfer = transfer_of(planner, estimate.tier, request)
+            assert math.isclose(estimate.transfer_s, transfer.total_s(estimate.load_tokens))
+        computed = planner.cost.recompute_s(
+            max(estimate.end, request.resident_tokens), request.prompt_tokens, request.prefill_chunk_tokens
+        )
+        assert math.isclose(estimate.compute_s, computed)
+        assert estimate.exposed_s <= estimate.transfer_s * (1 + 1e-9) + 1e-12 * estimate.ttft_s
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=400)
+def test_the_plan_is_never_slower_than_the_better_pure_path_by_more_than_the_tie_margin(
+    planner: Planner, request: Request
+) -> None:
+    plan = planner.decide(request)
+    pure = min(
+        estimate.ttft_s for path in ("load", "recompute") if (estimate := plan.estimates[path]) is not None
+    )
+    assert plan.ttft_s <= pure * (1 + planner.tie_margin)
+    assert plan.ttft_s <= min(estimate.ttft_s for estimate in existing(plan)) * (1 + planner.tie_margin)
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=200)
+def test_a_near_tie_goes_to_the_steadier_path(planner: Planner, request: Request) -> None:
+    plan = planner.decide(request)
+    chosen = plan.estimates[plan.path]
+    assert chosen is not None
+    assert chosen.ttft_s == plan.ttft_s
+    best = min(estimate.ttft_s for estimate in existing(plan))
+    for steadier in STEADIEST_FIRST[: STEADIEST_FIRST.index(plan.path)]:
+        passed_over = plan.estimates[steadier]
+        assert passed_over is None or passed_over.ttft_s >= best * (1 + planner.tie_margin)
+
+
+@given(planner=planners, request=requests, band=st.floats(0, 3))
+def test_the_error_band_of_an_estimate_changes_no_choice(
+    planner: Planner, request: Request, band: float
+) -> None:
+    # Candidates share their parameters, so their errors move together.
+    surer = planner.decide(request)
+    other = Planner(
+        planner.model,
+        planner.machine,
+        executor=planner.executor,
+        calibration=Calibration(planner.prefill, band, "less sure"),
+        tie_margin=planner.tie_margin,
+    ).decide(request)
+    assert (other.path, other.load, other.ttft_s) == (surer.path, surer.load, surer.ttft_s)
+    for estimate in existing(other):
+        assert 0 <= estimate.low_s <= estimate.ttft_s <= estimate.high_s
+        assert estimate.high_s >= estimate.ttft_s * (1 + band)
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=300)
+def test_what_is_loaded_lies_between_resident_and_usable_in_whole_units(
+    planner: Planner, request: Request
+) -> None:
+    plan = planner.decide(request)
+    assert (plan.load == ()) == (plan.path == "recompute")
+    for segment in plan.load:
+        assert segment.start == request.resident_tokens < segment.end <= usable(request, segment.tier)
+        assert segment.end % request.load_unit_tokens == 0
+        assert segment.bytes == segment.tokens * plan.kv_bytes_per_token
+    assert plan.load_tokens + plan.recompute_tokens + request.resident_tokens == request.prompt_tokens
+    assert plan.recompute_tokens >= (request.tail_tokens if plan.load else 1)
+    assert plan.load_bytes == plan.load_tokens * plan.kv_bytes_per_token
+    for path, estimate in plan.estimates.items():
+        if estimate is None or estimate.tier is None:
+            continue
+        whole = usable(request, estimate.tier)
+        assert estimate.start == request.resident_tokens < estimate.end
+        assert (estimate.end == whole) == (path == "load")
+        assert estimate.end <= whole
+        assert estimate.load_bytes == estimate.load_tokens * plan.kv_bytes_per_token
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=200)
+def test_a_path_exists_exactly_where_there_is_something_to_load(planner: Planner, request: Request) -> None:
+    plan = planner.decide(request)
+    unit, resident = request.load_unit_tokens, request.resident_tokens
+    loadable = [tier for tier in request.hits if usable(request, tier) > resident]
+    divisible = [tier for tier in loadable if (usable(request, tier) - 1) // unit * unit > resident]
+    assert plan.estimates["recompute"] is not None
+    assert (plan.estimates["load"] is not None) == bool(loadable)
+    assert (plan.estimates["split"] is not None) == bool(divisible)
+    missing = {path for path, estimate in plan.estimates.items() if estimate is None}
+    assert set(plan.unavailable) == missing
+    assert all(plan.unavailable.values())
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=150)
+def test_of_several_tiers_the_one_that_serves_each_path_best_is_taken(
+    planner: Planner, request: Request
+) -> None:
+    assume(len(request.hits) > 1)
+    both = planner.decide(request)
+    alone = [planner.decide(replace(request, hits={tier: hit})) for tier, hit in request.hits.items()]
+    for path in ("load", "split"):
+        times = [estimate.ttft_s for plan in alone if (estimate := plan.estimates[path]) is not None]
+        estimate = both.estimates[path]
+        assert (estimate.ttft_s if estimate else math.inf) == min(times, default=math.inf)
+
+
+@given(planner=planners, request=requests)
+def test_the_rank_that_holds_least_counts(planner: Planner, request: Request) -> None:
+    fewest = {tier: min(hit) if isinstance(hit, tuple) else hit for tier, hit in request.hits.items()}
+    assert planner.decide(request) == planner.decide(replace(request, hits=fewest))
+
+
+def numbers_in(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for entry in value.values() for number in numbers_in(entry)]
+    if isinstance(value, (list, tuple)):
+        return [number for entry in value for number in numbers_in(entry)]
+    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=200)
+def test_a_plan_is_json_without_infinities_in_the_words_of_its_attributes(
+    planner: Planner, request: Request
+) -> None:
+    plan = planner.decide(request)
+    said = plan.to_dict()
+    assert all(math.isfinite(number) for number in numbers_in(said))
+    assert json.loads(json.dumps(said, allow_nan=False)) == said
+    for name, value in said.items():
+        if isinstance(value, (int, float, str)) or value is None:
+            assert getattr(plan, name) == value
+    for path, estimate in plan.estimates.items():
+        if estimate is None:
+            assert said["estimates"][path] is None
+        else:
+            for name, value in said["estimates"][path].items():
+                assert getattr(estimate, name) == value
+    for value, note in (
+        (plan.crossover_tokens, plan.crossover_note),
+        (plan.break_even_bytes_per_s, plan.break_even_note),
+    ):
+        assert note, f"{value!r} stands without a word"
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=200)
+def test_the_reason_is_one_sentence_with_the_inequality_and_both_of_its_numbers(
+    planner: Planner, request: Request
+) -> None:
+    plan = planner.decide(request)
+    assert "\n" not in plan.reason
+    assert show_seconds(plan.ttft_s) in plan.reason
+    others = [estimate for estimate in existing(plan) if estimate.path != plan.path]
+    if not others:
+        assert plan.unavailable["load"] in plan.reason
+        return
+    best = min(others, key=lambda estimate: estimate.ttft_s)
+    first_claim = plan.reason.split(best.path)[0]
+    assert first_claim.startswith(plan.path)
+    assert show_seconds(best.ttft_s) in plan.reason
+    if "within" in first_claim:
+        assert best.ttft_s < plan.ttft_s <= best.ttft_s * (1 + plan.tie_margin)
+        assert f"{plan.tie_margin:.0%}" in first_claim
+    else:
+        assert " < " in first_claim
+        assert plan.ttft_s <= best.ttft_s
+
+
+@given(planner=planners, request=requests)
+def test_what_a_plan_echoes_is_what_was_asked(planner: Planner, request: Request) -> None:
+    plan = planner.decide(request)
+    assert (plan.executor, plan.tp, plan.tie_margin) == (planner.executor, planner.tp, planner.tie_margin)
+    assert (plan.prompt_tokens, plan.resident_tokens) == (request.prompt_tokens, request.resident_tokens)
+    assert plan.kv_bytes_per_token == planner.model.kv_bytes_per_token()
+    assert plan.parameters_from["prefill"] == Parameter("calibration", "drawn at random")
+    # Random machines are calibrated and their links explicit, so nothing is assumed.
+    assert plan.calibrated
