@@ -6,11 +6,11 @@ GLM-5.2 for GLM-5.3 (743B).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from kvlane.bench.validate_text import look_up
-from kvlane.policy.catalog import load_model
-from kvlane.policy.errors import InputError
+from kvlane.policy.catalog import load_model, model_names
 from kvlane.policy.model import LayerSpec, ModelSpec
 from kvlane.policy.model_layer import Experts, Indexer, Latent, State
 
@@ -23,8 +23,8 @@ _NAMES = (
     (r"llama-?3\.1-8b", "llama-3.1-8b"),
     (r"llama-?3-70b", "llama-3-70b"),
     (r"llama-?3-8b", "llama-3-8b"),
-    (r"llama-?2[- ]70b|llama 70b", "llama-2-70b"),
-    (r"llama-?2[- ]7b|llama 7b", "llama-2-7b"),
+    (r"llama[- ]?v?2[- ]70b|llama 70b", "llama-2-70b"),
+    (r"llama[- ]?v?2[- ]7b|llama 7b", "llama-2-7b"),
     (r"mixtral[- ]8x7b", "mixtral-8x7b"),
     (r"mistral[- ]7b", "mistral-7b"),
     (r"gpt-?j[- ]6b", "gpt-j-6b"),
@@ -46,13 +46,15 @@ _NAMES = (
 
 def model_of(text: str) -> ModelSpec | None:
     """The model that a row's text names, None for one that nothing here describes."""
-    name = look_up(_NAMES, text)
-    if name is None:
-        try:
-            return load_model(text)
-        except InputError:
-            return None
-    return _load(name)
+    name = look_up(_NAMES, text) or _named_within(text)
+    return None if name is None else _load(name)
+
+
+def _named_within(text: str) -> str | None:
+    """The longest built-in name that a text contains, as in "Meta-Llama-3.1-405B-Instruct"."""
+    words = re.sub(r"[\s_]+", "-", text.lower())
+    found = [name for name in model_names() if re.search(rf"(?<![a-z0-9.]){re.escape(name)}(?![0-9])", words)]
+    return max(found, key=len, default=None)
 
 
 def _load(name: str) -> ModelSpec:

@@ -9,6 +9,7 @@ import pytest
 from kvlane.bench import validate_text as text
 from kvlane.bench.cli import app
 from kvlane.bench.validate import Scored, fitted, summary, validate
+from kvlane.bench.validate_models import model_of
 from kvlane.bench.validate_predict import Profiles, predict, task_of
 from kvlane.bench.validate_profiles import cells
 from kvlane.bench.validate_report import in_words, plain
@@ -301,7 +302,30 @@ class TestWhatTextsSay:
     def test_devices(self, gpu, machine):
         assert text.look_up(text.DEVICES, gpu) == machine
 
-    @pytest.mark.parametrize("name", {name for _, name in text.DEVICES})
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
+            ("Meta-Llama-3.1-405B-Instruct-FP8", "llama-3.1-405b"),
+            ("openai/gpt-oss-120b", "gpt-oss-120b"),
+            ("LLaMA v2 70B", "llama-2-70b"),
+            ("Qwen3-VL-30B-A3B-Instruct-NVFP4", "qwen3-30b-a3b"),
+            ("GLM-5.3-Flash EXL3", "glm-5.3-flash"),
+            ("Qwen3-32B", "qwen3-32b"),
+        ],
+    )
+    def test_models(self, words, name):
+        model = model_of(words)
+        assert model is not None
+        assert model.name == name
+
+    def test_models_that_no_config_describes_have_the_sizes_their_makers_state(self):
+        for words, total, active in (("GLM-5.3-Flash", 320e9, 18e9), ("DeepSeek-V4-Flash", 284e9, 13e9)):
+            model = model_of(words)
+            assert model is not None
+            assert sum(layer.all_weights for layer in model.layers) == pytest.approx(total, rel=0.05)
+            assert sum(layer.active_weights for layer in model.layers) == pytest.approx(active, rel=0.1)
+
+    @pytest.mark.parametrize("name", sorted({name for _, name in text.DEVICES}))
     def test_every_device_named_is_described(self, name):
         assert load_machine(name).name == name
 

@@ -61,6 +61,7 @@ class TestPhysics:
         seconds = cost.prefill_s(0, tokens) + cost.head_s
         peak = max(machine.device.peak_flops.values())
         assert seconds >= model.prefill_flop(0, tokens) / peak
+        assert machine.device.memory_bytes_per_s is not None
         assert seconds >= model.touched_weight_bytes(tokens) / machine.device.memory_bytes_per_s
 
 
