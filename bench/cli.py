@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvlane.bench.cli_validate import validate
 from kvlane.policy.cli import run_app
 from kvlane.policy.errors import InputError
 from kvlane.policy.units import parse_rate
@@ -120,6 +121,9 @@ def calibrate(
     record = calibrate_cpu(subject, options, time.time())
     write(record, out)
     print(summary(record, out))
+
+
+app.command()(validate)
 
 
 def file_check(out: Path) -> None:

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvlane.policy import machine_text
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
 from kvlane.policy.model import ModelSpec
@@ -47,10 +48,30 @@ def model_ids(name: str) -> list[str]:
 
 def machine_names() -> list[str]:
     """Names of the built-in machines."""
+    return list(_machine_texts())
+
+
+@cache
+def _machine_texts() -> Mapping[str, str]:
     folder = _profiles().joinpath("machines")
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
+    files = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name.removesuffix(".toml"): folder.joinpath(name).read_text(encoding="utf-8") for name in files}
+
+
+@cache
+def _machine_ids() -> Mapping[str, str]:
+    """Every accepted spelling of a built-in machine, in lower case, to its name."""
+    ids = {}
+    for name, text in _machine_texts().items():
+        ids[name] = name
+        for alias in machine_text.aliases(text, f"built-in machine {name}"):
+            ids[alias.lower()] = name
+    return ids
+
+
+def machine_aliases(name: str) -> list[str]:
+    """Other names that a built-in machine goes by."""
+    return [alias for alias, known in _machine_ids().items() if known == name and alias != name]
 
 
 def _unknown(field: str, name: str, known: Iterable[str], kind: str) -> InputError:
@@ -89,14 +110,13 @@ def load_model(name: str | Path) -> ModelSpec:
 
 
 def load_machine(name: str | Path) -> Machine:
-    """A built-in machine by name, or a TOML profile by its path.
+    """A built-in machine by name or by another name its device goes by, or a TOML profile by its path.
 
     Raises `InputError` naming `machine`, with the nearest built-in name, when it is neither.
     """
-    wanted = str(name).lower()
-    if wanted in machine_names():
-        text = _profiles().joinpath("machines", f"{wanted}.toml").read_text(encoding="utf-8")
-        return Machine.from_text(text, f"built-in machine {wanted}")
+    known = _machine_ids().get(str(name).lower())
+    if known is not None:
+        return Machine.from_text(_machine_texts()[known], f"built-in machine {known}")
     if _is_file(name, ".toml"):
         return Machine.from_toml(name)
     raise _unknown("machine", str(name), machine_names(), "machine")

@@ -12,7 +12,8 @@ import typer
 
 from kvlane.policy.calibration_apply import Parameters, calibrated
 from kvlane.policy.calibration_record import read
-from kvlane.policy.catalog import load_machine, load_model, machine_names
+from kvlane.policy.catalog import load_machine, load_model
+from kvlane.policy.cli_machines import machines
 from kvlane.policy.cli_models import models
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
@@ -109,18 +110,7 @@ def decide(
 
 
 app.command()(models)
-
-
-@app.command()
-def machines() -> None:
-    """List the built-in machines: their device, and each tier with its link."""
-    for name in machine_names():
-        machine = load_machine(name)
-        tiers = ", ".join(
-            f"{tier.name} over {tier.link} at {show_rate(machine.links[tier.link].rate_bytes_per_s)}"
-            for tier in machine.tiers.values()
-        )
-        print(f"{name:16} {machine.device.name}: {tiers}")
+app.command()(machines)
 
 
 def _parameters(
