@@ -49,7 +49,7 @@ def at_flat_rate(planner: Planner, bytes_per_s: float) -> Planner:
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_at_the_break_even_rate_load_and_recompute_tie(planner: Planner, request: Request) -> None:
     rate = planner.decide(request).break_even_bytes_per_s
     assume(rate is not None)
@@ -67,7 +67,7 @@ def test_at_the_break_even_rate_load_and_recompute_tie(planner: Planner, request
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_without_a_break_even_rate_no_link_however_fast_makes_loading_pay(
     planner: Planner, request: Request
 ) -> None:
@@ -78,7 +78,7 @@ def test_without_a_break_even_rate_no_link_however_fast_makes_loading_pay(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_at_the_crossover_loading_starts_to_be_no_slower(planner: Planner, request: Request) -> None:
     plan = planner.decide(request)
     crossover = plan.crossover_tokens
@@ -106,7 +106,7 @@ def test_at_the_crossover_loading_starts_to_be_no_slower(planner: Planner, reque
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_the_crossover_never_contradicts_the_estimates_beside_it(planner: Planner, request: Request) -> None:
     plan = planner.decide(request)
     load, recompute = load_and_recompute_s(plan)
@@ -132,7 +132,7 @@ def test_a_chunk_boundary_after_the_prefix_does_not_hide_the_crossover() -> None
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_the_reported_link_rate_is_what_loading_everything_achieves(
     planner: Planner, request: Request
 ) -> None:
@@ -151,7 +151,7 @@ def test_the_reported_link_rate_is_what_loading_everything_achieves(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_the_reason_puts_the_link_on_the_side_of_break_even_that_the_estimates_show(
     planner: Planner, request: Request
 ) -> None:

@@ -166,6 +166,9 @@ def test_the_last_token_is_always_computed() -> None:
     assert planner.decide(Request(97, {"host": 97})).load_tokens == 96
     # Speculative tokens lengthen the tail.
     assert planner.decide(Request(97, {"host": 97}, tail_tokens=2)).load_tokens == 80
+    # A prompt shorter than the tail has nothing usable, rather than less than nothing.
+    short = planner.decide(Request(2, {"host": 2}, load_unit_tokens=1, tail_tokens=4))
+    assert (short.path, short.usable_tokens) == ("recompute", 0)
 
 
 def test_resident_tokens_are_neither_loaded_nor_computed() -> None:

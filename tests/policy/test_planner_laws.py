@@ -63,7 +63,7 @@ def what_happens_s(planner: Planner, request: Request, estimate: Estimate) -> fl
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_every_estimate_is_what_happens_layer_by_layer(planner: Planner, request: Request) -> None:
     for estimate in existing(planner.decide(request)):
         happens = what_happens_s(planner, request, estimate)
@@ -81,7 +81,7 @@ def test_every_estimate_is_what_happens_layer_by_layer(planner: Planner, request
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_the_plan_is_never_slower_than_the_better_pure_path_by_more_than_the_tie_margin(
     planner: Planner, request: Request
 ) -> None:
@@ -94,7 +94,7 @@ def test_the_plan_is_never_slower_than_the_better_pure_path_by_more_than_the_tie
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_a_near_tie_goes_to_the_steadier_path(planner: Planner, request: Request) -> None:
     plan = planner.decide(request)
     chosen = plan.estimates[plan.path]
@@ -126,7 +126,7 @@ def test_the_error_band_of_an_estimate_changes_no_choice(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_what_is_loaded_lies_between_resident_and_usable_in_whole_units(
     planner: Planner, request: Request
 ) -> None:
@@ -150,7 +150,7 @@ def test_what_is_loaded_lies_between_resident_and_usable_in_whole_units(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_a_path_exists_exactly_where_there_is_something_to_load(planner: Planner, request: Request) -> None:
     plan = planner.decide(request)
     unit, resident = request.load_unit_tokens, request.resident_tokens
@@ -165,7 +165,7 @@ def test_a_path_exists_exactly_where_there_is_something_to_load(planner: Planner
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_of_several_tiers_the_one_that_serves_each_path_best_is_taken(
     planner: Planner, request: Request
 ) -> None:
@@ -193,7 +193,7 @@ def numbers_in(value: Any) -> list[float]:
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_a_plan_is_json_without_infinities_in_the_words_of_its_attributes(
     planner: Planner, request: Request
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_plan_is_json_without_infinities_in_the_words_of_its_attributes(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_the_reason_is_one_sentence_with_the_inequality_and_both_of_its_numbers(
     planner: Planner, request: Request
 ) -> None:

@@ -47,7 +47,7 @@ def loop_s(cost: PrefillCost, resident: int, new: int, chunk: int) -> float:
 
 
 @given(cost=costs, resident=st.just(0) | tokens, new=tokens, chunk=st.integers(1, 5000), few=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_chunked_prefill_is_the_sum_of_its_passes(
     cost: PrefillCost, resident: int, new: int, chunk: int, few: bool
 ) -> None:
@@ -78,6 +78,17 @@ def test_the_sum_holds_where_attention_overtakes_the_memory_floor_midway(
     cost = PrefillCost(4, probe, probe, floor_s=floor_s, floor_context_s=rise)
     new = chunk * count + chunk // 2
     assert cost.prefill_s(0, new, chunk) == pytest.approx(loop_s(cost, 0, new, chunk), rel=1e-9)
+
+
+@pytest.mark.parametrize("work_rises", [True, False])
+def test_the_sum_holds_where_work_and_floor_tie_at_its_very_start(work_rises: bool) -> None:
+    # From the tie on the faster rising of the two counts, though neither is larger at first.
+    probe = PassCost(overhead_s=0.0, token_s=2.0**-10, pair_s=2.0**-20)
+    rise = 0.0 if work_rises else 2.0**-10
+    floor_s = probe.work_s(16, 16) - rise * 32
+    cost = PrefillCost(4, probe, probe, floor_s=floor_s, floor_context_s=rise)
+    assert cost.floor_of(32) == probe.work_s(16, 16)
+    assert cost.prefill_s(0, 160, 16) == pytest.approx(loop_s(cost, 0, 160, 16), rel=1e-12)
 
 
 @given(cost=costs, resident=tokens, new=tokens)

@@ -88,7 +88,7 @@ def found_and_best_s(planner: Planner, request: Request) -> tuple[float, float]:
 
 
 @given(planner=planners, request=requests, paged=st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_flat_link_and_one_pass_give_the_very_best_split(
     planner: Planner, request: Request, paged: bool
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_flat_link_and_one_pass_give_the_very_best_split(
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_without_a_memory_floor_chunks_change_nothing_about_that(planner: Planner, request: Request) -> None:
     bare = replace(planner.prefill, floor_s=0.0, floor_context_s=0.0)
     planner = with_parts(planner, flat=True, run_tokens=0, prefill=bare)
@@ -108,7 +108,7 @@ def test_without_a_memory_floor_chunks_change_nothing_about_that(planner: Planne
 
 
 @given(planner=planners, request=requests)
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_any_link_store_and_engine_give_a_split_within_a_percent_of_the_best(
     planner: Planner, request: Request
 ) -> None:
@@ -194,7 +194,7 @@ def test_on_a_built_in_machine_the_split_is_the_best_there_is(
 
 
 @given(planner=planners, request=requests, data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_a_faster_link_never_makes_the_best_split_slower(
     planner: Planner, request: Request, data: st.DataObject
 ) -> None:
