@@ -64,11 +64,6 @@ class TransferCost:
         runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
         return runs * self.runs_per_layer
 
-    def copy_bytes(self, tokens: int) -> float:
-        """Mean bytes of one copy when `tokens` > 0 tokens move."""
-        moved = tokens * self.layer_bytes_per_token if self.by_layer else self.bytes(tokens)
-        return moved / self.copies(tokens)
-
     def bends(self) -> list[int]:
         """Token counts at which the cost of a transfer changes its slope: a copy outgrows a row of the table."""
         per_token = self.layer_bytes_per_token * (1 if self.by_layer else self.layers)

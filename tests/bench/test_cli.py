@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvlane.bench import reproduce as module
-from kvlane.bench.reproduce import Options, _Steps
+from kvlane.bench.progress import Steps
+from kvlane.bench.reproduce import Options
 from kvlane.streams.cpu import CpuBackend
 
 TINY = ("--layers", 1, "--hidden", 8, "--ffn", 8, "--vocab", 32, "--reps", 1)
@@ -235,7 +236,7 @@ class TestProgress:
         with os.fdopen(ours, "rb", 0) as reader, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
             monkeypatch.setenv("TERM", "xterm")
             monkeypatch.setattr(sys, "stderr", terminal)
-            with _Steps(4.0) as step:
+            with Steps(4.0) as step:
                 step("half of it", 2.0)
             terminal.flush()
             seen = b""
@@ -245,7 +246,7 @@ class TestProgress:
         assert b"100%" in seen
 
     def test_is_a_line_a_step_where_nobody_watches(self, capsys):
-        with _Steps(4.0) as step:
+        with Steps(4.0) as step:
             step("half of it", 2.0)
             step("the rest of it", 2.0)
         out, err = capsys.readouterr()

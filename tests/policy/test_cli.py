@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,7 +64,7 @@ BAD_OPTIONS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     ({"hit": "=12368"}, ("--hit", "TIER=TOKENS")),
     ({"hit": "host=all"}, ("--hit", "TIER=TOKENS")),
     ({"hit": "host=1,2,"}, ("--hit", "TIER=TOKENS")),
-    ({"hit": "cxl=12368"}, ("cxl", "host")),
+    ({"hit": "tape=12368"}, ("tape", "host")),
     ({"resident": "-1"}, ("resident_tokens",)),
     ({"resident": "12370"}, ("resident_tokens",)),
     ({"load_unit": "0"}, ("load_unit_tokens",)),
@@ -76,7 +77,7 @@ BAD_OPTIONS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     ({"link": "50"}, ("--link", "unit")),
     ({"link": "50 GB"}, ("--link", "unit")),
     ({"link": "host=50"}, ("--link", "unit")),
-    ({"link": "cxl=50 GB/s"}, ("cxl", "host")),
+    ({"link": "tape=50 GB/s"}, ("tape", "host")),
     ({"link": "-50 GB/s"}, ("--link",)),
     ({"link": "0 GB/s"}, ("--link",)),
     ({"link": "1e999 GB/s"}, ("--link",)),
@@ -117,11 +118,14 @@ def test_a_command_line_that_makes_no_sense_gives_one_line_and_status_2(
     assert_refused(kvlane(*arguments), *words)
 
 
-@pytest.mark.parametrize("file", ["DeepSeek-V3.json", "gpt-oss-20b.json", "Qwen3-30B-A3B.json"])
+@pytest.mark.parametrize("kind", ["rwkv7", "llama5", ""])
 def test_a_model_of_an_unknown_kind_gives_one_line_and_status_2(
-    kvlane: Kvlane, shared: Path, file: str
+    kvlane: Kvlane, shared: Path, tmp_path: Path, kind: str
 ) -> None:
-    assert_refused(kvlane(*decide(model=shared / "models" / file)), "not supported yet")
+    config = json.loads((shared / "models" / "Meta-Llama-3.1-8B.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "model_type": kind}))
+    assert_refused(kvlane(*decide(model=file)), "model_type", repr(kind))
 
 
 # Nested deeper than any parser of nested values goes.

@@ -84,7 +84,7 @@ def test_kv_heads_that_do_not_divide_the_heads_are_named() -> None:
         ("layer_types", ["full_attention", "sliding_attention", "full_attention", "full_attention"]),
         ("layer_types", ["full_attention", "linear_attention", "full_attention", "full_attention"]),
         ("model_type", "mamba2"),
-        ("model_type", "gpt_oss"),
+        ("model_type", "rwkv7"),
         ("model_type", None),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,15 +103,17 @@ def test_a_near_tie_goes_to_recompute_whatever_the_bands(
 
 def test_a_load_is_preferred_to_a_split_that_is_hardly_faster() -> None:
     request = Request(12370, {"host": 12368})
-    plan = decide(MODEL, H100, request)
+    # Computing fewer than 200 tokens takes as long as reading the weights, so a split saves copy time.
+    cost = PassCost(0.0, 25e-6, 0.0)
+    floored = Calibration(PrefillCost(32, cost, cost, floor_s=5e-3), 0.02, "made up")
+    plan = decide(MODEL, H100, request, calibration=floored)
     load, split = plan.estimates["load"], plan.estimates["split"]
     assert load is not None
     assert split is not None
-    # Computing fewer than some 200 tokens takes as long as reading the weights, so a split saves copy time.
     assert split.ttft_s < load.ttft_s < split.ttft_s * 1.03
     assert plan.path == "load"
     assert "within 3%" in plan.reason
-    strict = decide(MODEL, H100, request, tie_margin=0.0)
+    strict = decide(MODEL, H100, request, calibration=floored, tie_margin=0.0)
     assert strict.path == "split"
     assert strict.ttft_s == split.ttft_s
 
@@ -204,7 +205,8 @@ def test_parameters_say_the_best_source_there_is() -> None:
         "prefill": "profile",
         "link.pcie5-x16": "profile",
     }
-    assert "https://" in profile.parameters_from["prefill"].text
+    assert "published rows" in profile.parameters_from["prefill"].text
+    assert "https://" in profile.parameters_from["link.pcie5-x16"].text
     assert not profile.calibrated
 
     stated = decide(MODEL, H100.with_link_rate(50e9), request)
@@ -259,12 +261,6 @@ def test_a_planner_refuses_what_it_cannot_do_by_field(field: str, options: dict[
     assert caught.value.field == field
 
 
-def test_a_model_of_unequal_layers_is_refused() -> None:
-    other = replace(MODEL.layers[0], kv_heads=4)
-    with pytest.raises(InputError, match="layers that differ"):
-        Planner(replace(MODEL, layers=(*MODEL.layers[:-1], other)), H100)
-
-
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
@@ -294,5 +290,5 @@ def test_a_request_that_cannot_be_names_its_field(field: str, changes: dict[str,
 
 def test_a_hit_in_an_unknown_tier_is_answered_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="host") as caught:
-        decide(MODEL, H100, Request(100, {"cxl": 96}))
+        decide(MODEL, H100, Request(100, {"tape": 96}))
     assert caught.value.field == "hit"
