@@ -211,6 +211,16 @@ class TestShape:
         assert small.spec.kv_bytes_per_token("fp32") == small.lab.engine.layout.bytes_per_token
         assert len(small.spec.layers) == small.lab.engine.layout.layers
 
+    @pytest.mark.parametrize(
+        "shape", [Shape(layers=3, hidden=32, ffn=48, vocab=160), Shape(2, 64, 8, 8, 16, 32)], ids=str
+    )
+    def test_what_memory_it_will_take_is_known_before_it_is_built(self, shape):
+        built = build_model(shape, 128, seed=1)
+        assert shape.kv_bytes_per_token == spec_of(built).kv_bytes_per_token("fp32")
+        weights = sum(weight.numel() * weight.element_size() for weight in built.parameters())
+        # The norms' vectors are not counted.
+        assert shape.weight_bytes <= weights <= 1.03 * shape.weight_bytes
+
     def test_the_same_seed_gives_the_same_model(self, kit):
         one, two, other = (build_model(kit.shape, 128, seed) for seed in (1, 1, 2))
         same, different = [], []
