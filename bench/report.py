@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlane.bench.claims import BUSY_BELOW, judge
 from kvlane.bench.lab import Answer
 from kvlane.bench.reproduce import Report, Reproduction
 from kvlane.bench.scenarios import Outcome
@@ -22,7 +23,6 @@ _HEADER = (
     "overlap",
 )
 _TIMELINE_COLUMNS = 72
-_BUSY_BELOW = 0.9
 
 # The published result this reproduces the protocol of: one request of 12,370 tokens, three measurements.
 PUBLISHED_TOKENS, PUBLISHED_LOAD_S, PUBLISHED_RECOMPUTE_S = 12_370, 0.092, 0.900
@@ -33,13 +33,14 @@ _A100_BF16_FLOPS, _RNGD_FP8_FLOPS = 312e12, 512e12
 def render(reproduction: Reproduction, host: dict[str, Any]) -> str:
     """The whole report as text."""
     parts = [_heading(reproduction, host)]
-    if reproduction.core_share < _BUSY_BELOW:
+    if reproduction.core_share < BUSY_BELOW:
         parts.append(
             f"BUSY     the compute thread had a core for only {reproduction.core_share:.0%} of its time: something else"
             " ran here, and what was measured before and after it cannot agree"
         )
     parts += [_scenario(reproduction, report) for report in reproduction.reports]
-    parts += [_timeline(reproduction.reports[1]), _answers(reproduction), _published(reproduction)]
+    parts += [_timeline(reproduction.reports[1]), _answers(reproduction)]
+    parts += [_claims(reproduction), _published(reproduction)]
     return "\n\n".join(parts)
 
 
@@ -172,8 +173,17 @@ def _answers(reproduction: Reproduction) -> str:
     count = sum(len(outcome.answers) for outcome in outcomes)
     return (
         f"answers  all {count} gave the first token that recomputing gives; largest logit difference {largest:.2g}, the"
-        f" two largest logits lie {reproduction.top2_gap:.2g} apart; bytes loaded equal the plan's every time"
+        f" two largest logits of a prompt lie at least {reproduction.top2_gap:.2g} apart; bytes loaded equal the plan's"
+        " every time"
     )
+
+
+def _claims(reproduction: Reproduction) -> str:
+    words = {True: "held", False: "DID NOT HOLD", None: "not judged, BUSY"}
+    claims = judge(reproduction)
+    width = max(len(words[claim.held]) for claim in claims)
+    lines = [f"   {words[claim.held]:{width}}  {claim.text}: {claim.numbers}" for claim in claims]
+    return "\n".join(("claims", *lines))
 
 
 def _published(reproduction: Reproduction) -> str:

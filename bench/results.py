@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from kvlane.bench.lab import timeline_rows
+from kvlane.bench.claims import judge
+from kvlane.bench.lab import AloneTimes, timeline_rows
 from kvlane.bench.report import render
 from kvlane.bench.reproduce import Report, Reproduction
 from kvlane.bench.scenarios import Outcome
@@ -77,6 +78,7 @@ def to_dict(reproduction: Reproduction, host: dict[str, Any]) -> dict[str, Any]:
         "memcpy": [
             {**asdict(sample), "rate_bytes_per_s": sample.rate_bytes_per_s} for sample in reproduction.memcpy
         ],
+        "claims": [asdict(claim) for claim in judge(reproduction)],
         "scenarios": [_scenario(report) for report in reproduction.reports],
     }
 
@@ -121,6 +123,7 @@ def _condition(outcome: Outcome) -> dict[str, Any]:
         "max_logit_difference": max(outcome.logit_differences),
         "overlap_efficiency": outcome.median_efficiency,
         "overlap_efficiencies": efficiencies,
+        "bound_s": AloneTimes.fastest(outcome.alone).bound_s if outcome.alone else None,
         "bounds_s": [alone.bound_s for alone in outcome.alone],
         "timeline": timeline_rows(outcome.median_answer.result),
     }

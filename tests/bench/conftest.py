@@ -179,8 +179,8 @@ class Reproduced:
 
 @pytest.fixture(scope="session")
 def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
-    """`kvlane-bench reproduce` for real, on two layers and 640 tokens; a run that fails fails here."""
-    layers, tokens, reps = 2, 640, 2
+    """`kvlane-bench reproduce` for real, on four layers and 1,024 tokens; a run that fails fails here."""
+    layers, tokens, reps = 4, 1024, 2
     folder = tmp_path_factory.mktemp("reproduced") / "made" / "by the command"
     out, err = io.StringIO(), io.StringIO()
     written: list[Reproduction] = []

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.bench.lab import AloneTimes, timeline_rows
+from kvlane.bench.lab import AloneTimes, Lab, timeline_rows
 from kvlane.bench.shape import random_prompt
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.device_kv import DeviceKv
+from kvlane.streams.engines.transformers import TransformersEngine
+from kvlane.streams.executor import LayerExecutor
 from kvlane.transfer.host import HostStore
 
 
@@ -73,6 +75,16 @@ class TestAnswers:
         answer = small.lab.choose(small.store, other, small.planner(kit.cheap_link))
         assert (answer.plan.path, answer.moved_bytes) == ("recompute", 0)
         assert answer.result.first_token == small.lab.recompute(other).result.first_token
+
+    def test_a_load_may_take_as_long_as_recomputing_a_large_model(self, model, kit, small, monkeypatch):
+        """Near the break-even rate a load takes as long as the prefill, which knows no deadline."""
+        for call in (TransformersEngine.prefill, LayerExecutor.submit):
+            # As if the model were so large that its loads take several times the executor's own default.
+            monkeypatch.setitem(call.__kwdefaults__, "deadline_s", 0.01)
+        with Lab(model, kit.tokens, "seed-1", link_bytes_per_s=1e6) as slow:
+            same_answer(small, slow.load(small.store, small.ids, kit.usable, "layered"))
+            same_answer(small, slow.choose(small.store, small.ids, small.planner(kit.middling_link)))
+            assert slow.sample_transfer(small.store, small.ids, kit.usable).seconds > 0.01
 
 
 class TestPoison:

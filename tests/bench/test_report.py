@@ -92,10 +92,10 @@ class TestHeading:
         machine = reproduced.results["machine"]
         for word in (
             "LlamaForCausalLM",
-            "2 layers",
+            "4 layers",
             "hidden 256",
             "fp32",
-            "2,048 bytes of KV per token",
+            "4,096 bytes of KV per token",
             machine["processor"],
             machine["torch"],
             machine["transformers"],
@@ -183,7 +183,7 @@ class TestComparison:
         )
         moved, flop = by_name["bulk load"]["loaded_bytes"][0], reproduced.results["model"]["prefill_flop"]
         for word in (
-            f"this run   {reproduced.tokens} tokens: load {show_seconds(load)}",
+            f"this run   {reproduced.tokens:,} tokens: load {show_seconds(load)}",
             f"recompute {show_seconds(recompute)}, {recompute / load:.0f}x",
             f"{show_bytes(moved)} in {show_seconds(load)} = {show_rate(moved / load)}",
             f"{flop / recompute / 1e9:.0f} GFLOP/s",
