@@ -82,6 +82,9 @@ def decide(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say whether to load, recompute or split one request's prefix, and what each would take."""
+    for option, value in (("--engine", engine), ("--kv-dtype", kv_dtype)):
+        if value is not None and not value.strip():
+            raise InputError(option, "is empty", "a name, or leave it out")
     if executor not in EXECUTORS:
         raise InputError("--executor", f"unknown executor {executor!r}", " or ".join(EXECUTORS))
     found = _parameters(model, machine, calibration, engine, tp, kv_dtype)
@@ -173,6 +176,9 @@ def _linked(machine: Machine, texts: list[str]) -> Machine:
     for text in texts:
         tier, sign, rate = text.partition("=")
         if sign:
+            if tier.strip() not in machine.tiers:
+                known = ", ".join(machine.tiers)
+                raise InputError("--link", f"{machine.name} has no tier {tier.strip()!r}", known)
             machine = machine.with_link_rate(parse_rate(rate, "--link"), tier.strip())
         else:
             machine = machine.with_link_rate(parse_rate(text, "--link"))
@@ -212,6 +218,9 @@ def _in_words(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+_INTERRUPTED = 130
+
+
 def run_app(application: typer.Typer, name: str, arguments: list[str] | None = None) -> int:
     """Runs a typer application; every wrong input becomes one line on stderr and status 2."""
     command = typer.main.get_command(application)
@@ -225,14 +234,19 @@ def _guarded(call: Callable[[], Any], name: str) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except typer.Exit as leave:
+        if leave.exit_code == _INTERRUPTED:  # what typer makes of Ctrl-C
+            print(f"{name}: interrupted", file=sys.stderr)
         return leave.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print(f"{name}: interrupted", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"{name}: cannot write the answer: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise

@@ -38,7 +38,7 @@ MOST_TOKENS = 1 << 24
 
 def _count(value: object, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
-        shown = str(value)[:40]
+        shown = str(value)[:40] if isinstance(value, int) else f"{str(value)[:40]} ({type(value).__name__})"
         raise InputError(name, f"is {shown}", f"a whole number of tokens from {least} to {MOST_TOKENS:,}")
     return value
 
@@ -75,8 +75,10 @@ class Request:
             raise InputError(
                 "resident_tokens", f"{self.resident_tokens} leave nothing to compute", f"fewer than {prompt}"
             )
+        if not isinstance(self.hits, Mapping):
+            raise InputError("hits", f"is a {type(self.hits).__name__}", "a mapping of tiers to token counts")
         for tier, tokens in self.hits.items():
-            ranks = tokens if isinstance(tokens, tuple) else (tokens,)
+            ranks = tuple(tokens) if isinstance(tokens, (tuple, list)) else (tokens,)
             if not ranks:
                 raise InputError(f"hits.{tier}", "names no tokens", "a number of tokens, or one per rank")
             for count in ranks:
@@ -107,7 +109,7 @@ class Request:
     def hit(self, tier: str) -> int:
         """Stored tokens in `tier` on the rank that has fewest."""
         tokens = self.hits[tier]
-        return min(tokens) if isinstance(tokens, tuple) else tokens
+        return min(tokens) if isinstance(tokens, (tuple, list)) else tokens
 
 
 @dataclass(slots=True)
@@ -250,7 +252,9 @@ class Plan:
         if estimate.path == "recompute":
             return f"recompute of {computed} tokens {total}"
         load = f"{estimate.load_tokens} tokens ({show_bytes(estimate.load_bytes)}) from {estimate.tier}"
-        copy, compute = show_seconds(estimate.transfer_s), show_seconds(estimate.compute_s)
+        achieved = show_rate(estimate.load_bytes / estimate.transfer_s) if estimate.transfer_s else "once"
+        copy = f"{show_seconds(estimate.transfer_s)} at {achieved}"
+        compute = show_seconds(estimate.compute_s)
         if self.executor == "bulk":
             parts = f"copy {copy} then {computed} tokens computed in {compute}"
         else:
