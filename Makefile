@@ -41,6 +41,11 @@ check_python = \
 	  echo "kvlane needs Python 3.11 or newer, but $(PYTHON) $$found:" \
 	       "name another with 'make PYTHON=/path/to/python3.12'." >&2; exit 1; \
 	fi
+check_writable = \
+	if ! [ -w . ]; then \
+	  echo "kvlane's environment goes into $$PWD/$(VENV), and $$PWD cannot be written:" \
+	       "clone into a folder of your own." >&2; exit 1; \
+	fi
 check_disk = \
 	free_mb=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1024) }'); \
 	if [ "$$free_mb" -lt "$(MIN_FREE_MB)" ]; then \
@@ -54,7 +59,7 @@ help:
 	@sed -n '3,10s/^# \{0,1\}//p' Makefile
 
 check:
-	@$(check_python); $(check_disk)
+	@$(check_python); $(check_writable); $(check_disk)
 
 # The key names all that an install depends on and is written last: an interrupted install leaves none, and a file
 # that was only touched costs nothing. An environment half made, of another Python, or moved along with its checkout
@@ -65,6 +70,7 @@ venv:
 	key=$$({ echo "$$version $(EXTRAS)"; pwd -P; cat pyproject.toml constraints.txt; } | cksum); \
 	now=$$($(VENV)/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || now=none; \
 	if [ "$$now" = "$$version" ] && [ "$$(cat $(VENV)/installed-key 2>/dev/null)" = "$$key" ]; then exit 0; fi; \
+	$(check_writable); \
 	$(check_disk); \
 	set -e; \
 	rm -f $(VENV)/installed-key; \

@@ -60,6 +60,15 @@ def test_each_repetition_begins_with_another_condition(reproduced):
     assert orders == [SCENARIOS["B"], SCENARIOS["B"][1:] + SCENARIOS["B"][:1]]
 
 
+def absent(value: object, key: str = "") -> set[str]:
+    """The keys under which a null stands, at any depth."""
+    if isinstance(value, dict):
+        return set().union(*(absent(part, name) for name, part in value.items()))
+    if isinstance(value, list):
+        return set().union(*(absent(part, key) for part in value))
+    return {key} if value is None else set()
+
+
 class TestShape:
     """The documented keys, whole and with numbers that mean something."""
 
@@ -70,6 +79,20 @@ class TestShape:
         text = (reproduced.folder / "results.json").read_text(encoding="utf-8")
         results = json.loads(text, parse_constant=refuse)
         assert all(math.isfinite(number) for number in numbers(results))
+        # An infinity or a NaN is written as null: it may stand only where there can be nothing to say.
+        assert absent(results) <= {
+            *(
+                "executor",
+                "bound_s",
+                "overlap_efficiency",
+                "enqueue_s",
+                "start_s",
+                "arrive_s",
+                "tier",
+                "held",
+            ),
+            *("crossover_tokens", "break_even_bytes_per_s", "split", "state_checkpoints"),
+        }
 
     def test_says_on_what_it_ran(self, reproduced):
         machine = reproduced.results["machine"]
