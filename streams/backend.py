@@ -6,7 +6,9 @@ Rules that hold on every backend, so that the executor is written once:
   of a backend whose compute is the calling thread.
 - An event is recorded once. Waiting for one that was never recorded is a mistake the backend need not notice (on
   CUDA it returns at once), so whoever waits must know on the host that `record` was called.
-- A copy that fails leaves its error on the next event recorded on its stream, and only there.
+- A copy and the events around it are one piece of work: nothing that another thread gives to the stream comes
+  between them, and what fails in a copy is on that copy's own `done` and nowhere else. An error that the device
+  reports while a copy is being handed over counts as that copy's failure, too.
 - The executor takes its threads, flags and clock from the backend too: a backend with a virtual clock can then
   decide every interleaving.
 """
@@ -88,10 +90,14 @@ class Backend(Protocol):
         source: HostBytes,
         copies: Sequence[CopyDescriptor],
         cancel: Flag,
+        began: Event,
+        done: Event,
     ) -> None:
-        """Copy from host to device. Both blocks and `copies` must stay as they are until a later event has fired.
+        """Copy from host to device. Both blocks and `copies` must stay as they are until `done` has fired.
 
-        Once `cancel` is set, copies that have not begun may be dropped, which counts as their failure.
+        Records `began` before the first copy and `done` after the last, also when they fail. Once `cancel` is set,
+        copies that have not begun may be dropped, which counts as their failure. Where this raises, nothing has been
+        given to the stream.
         """
 
     def record(self, stream: Stream, event: Event) -> None:
@@ -117,7 +123,7 @@ class Backend(Protocol):
         """When a fired event fired."""
 
     def failure(self, event: Event) -> BaseException | None:
-        """What failed in the copies a fired event closes, None if nothing did."""
+        """What failed in the copies a fired event is the `done` of, None if nothing did or it closes none."""
 
     def close(self) -> None:
         """Finish what was started and give the threads back."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ class CpuEvent:
         self.time = 0.0
         self.failure: BaseException | None = None
 
+    def fire(self, at: float, failure: BaseException | None = None) -> None:
+        self.time, self.failure = at, failure
+        self.fired.set()
+
 
 class _ComputeStream:
     """The calling thread."""
@@ -59,7 +63,7 @@ class CpuStream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ready_at = 0.0  # the earliest time the work at the head of the queue could have begun
-        self.failure: BaseException | None = None
+        self.done_at = 0.0  # when the last copy ended
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"kvlane-{name}", daemon=True)
         self.thread.start()
@@ -73,10 +77,7 @@ class CpuStream:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  kept for the event that closes this work
-                self.failure = self.failure or error
+            work()
 
 
 class PacedLink:
@@ -171,20 +172,32 @@ class CpuBackend:
         source: HostBytes,
         copies: Sequence[CopyDescriptor],
         cancel: Flag,
+        began: Event,
+        done: Event,
     ) -> None:
         assert isinstance(stream, CpuStream), "only a copy stream copies"
+        first, last = _unrecorded(began), _unrecorded(done)
         target = _bytes_of(destination)
         submitted = self.now()
 
         def work() -> None:
             stream.ready_at = max(stream.ready_at, submitted)
-            for piece in self._pieces(copies):
-                if cancel.is_set():
-                    raise CopyCancelledError("the load was given up")
-                self._copy_piece(target, source, piece)
-                self._pace(stream, piece.nbytes)
+            # A link begins with what is ready; that this thread woke up later is not its time.
+            first.fire(self.now() if self._link is None else max(stream.ready_at, stream.done_at))
+            failure: BaseException | None = None
+            try:
+                for piece in self._pieces(copies):
+                    if cancel.is_set():
+                        raise CopyCancelledError("the load was given up")
+                    self._copy_piece(target, source, piece)
+                    self._pace(stream, piece.nbytes)
+            except BaseException as error:  # noqa: BLE001  it is the event's to tell
+                failure = error
+            stream.done_at = self.now()
+            last.fire(stream.done_at, failure)
 
         stream.submit(work)
+        first.recorded = last.recorded = True
 
     def _copy_piece(self, destination: HostBytes, source: HostBytes, piece: CopyDescriptor) -> None:
         to = destination[piece.destination : piece.destination + piece.nbytes]
@@ -209,37 +222,27 @@ class CpuBackend:
             time.sleep(left)
 
     def record(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
-        assert not event.recorded, "an event is recorded once"
-        event.recorded = True
-        if not isinstance(stream, CpuStream):
-            event.time = self.now()
-            event.fired.set()
-            return
-
-        def work() -> None:
-            event.failure, stream.failure = stream.failure, None
-            event.time = self.now()
-            event.fired.set()
-
-        stream.submit(work)
+        point = _unrecorded(event)
+        if isinstance(stream, CpuStream):
+            stream.submit(lambda: point.fire(self.now()))
+        else:
+            point.fire(self.now())
+        point.recorded = True
 
     def wait(self, stream: Stream, event: Event, timeout_s: float | None = None) -> None:
         if not isinstance(stream, CpuStream):
             self.synchronize(event, timeout_s)
             return
+        point = _recorded(event)
 
         def work() -> None:
-            self.synchronize(event, None)
-            stream.ready_at = max(stream.ready_at, self.time_of(event))
+            point.fired.wait()
+            stream.ready_at = max(stream.ready_at, point.time)
 
         stream.submit(work)
 
     def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
-        assert isinstance(event, CpuEvent)
-        # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
-        assert event.recorded, "waiting for an event that nobody has recorded"
-        if not event.fired.wait(timeout_s):
+        if not _recorded(event).fired.wait(timeout_s):
             raise TimeoutError(f"not fired within {timeout_s} s")
 
     def fired(self, event: Event) -> bool:
@@ -274,13 +277,26 @@ class CpuBackend:
             stream.finish()
             _join(stream.thread, until)
 
-    def __enter__(self) -> CpuBackend:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unrecorded(event: Event) -> CpuEvent:
+    assert isinstance(event, CpuEvent)
+    assert not event.recorded, "an event is recorded once"
+    return event
+
+
+def _recorded(event: Event) -> CpuEvent:
+    assert isinstance(event, CpuEvent)
+    # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
+    assert event.recorded, "waiting for an event that nobody has recorded"
+    return event
 
 
 def _join(thread: threading.Thread, until: float) -> None:

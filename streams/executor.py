@@ -175,9 +175,10 @@ class LayerLoad:
             self._checked += 1
 
     def _fail(self, layer: int, reason: str) -> LoadError:
-        self._cancel.set()
         if self._error is None:
             self._error = LoadError(layer, reason)
+        # After the error: the enqueuing thread reports what it then leaves out as given up, unless there is one.
+        self._cancel.set()
         return self._error
 
     def _left(self) -> float:
@@ -205,16 +206,21 @@ class LayerLoad:
     def _enqueue(self, layer: int) -> None:
         self.copies[layer] = copies = self._source.copies(layer, self._region)
         self.enqueued_at[layer] = self._backend.now()
-        self._backend.record(self._stream, self.started[layer])
-        self._backend.copy(self._stream, self._destination, self._source.memory, copies, self._cancel)
-        self._backend.record(self._stream, self.arrived[layer])
+        self._backend.copy(
+            self._stream,
+            self._destination,
+            self._source.memory,
+            copies,
+            self._cancel,
+            began=self.started[layer],
+            done=self.arrived[layer],
+        )
         self._issued[layer].set()
 
     def _settle(self, issued: list[int]) -> None:
-        # An event of its own: a layer whose enqueueing raised half way may have copies under way and no event.
-        last = self._backend.event()
-        self._backend.record(self._stream, last)
-        self._backend.synchronize(last)
+        # The stream runs in order, and a layer that was not issued gave it nothing: the last one issued ends last.
+        if issued:
+            self._backend.synchronize(self.arrived[issued[-1]])
         for layer in issued:
             if self._backend.failure(self.arrived[layer]) is None:
                 self._source.count_moved(total_bytes(self.copies[layer]))

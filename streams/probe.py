@@ -43,9 +43,7 @@ def probe_link(
         places = [index % slots * size for index in range(first, first + copies)]
         descriptors = [CopyDescriptor(0, at, at, size) for at in places]
         began, ended = backend.event(), backend.event()
-        backend.record(stream, began)
-        backend.copy(stream, destination, source, descriptors, never)
-        backend.record(stream, ended)
+        backend.copy(stream, destination, source, descriptors, never, began, ended)
         backend.synchronize(ended, timeout_s)
         failure = backend.failure(ended)
         if failure is not None:

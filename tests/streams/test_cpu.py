@@ -18,11 +18,17 @@ from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.probe import MIB
 
 
+def copy(backend, stream, device, host, copies, *, cancel=None, began=None, done=None):
+    done = done or backend.event()
+    backend.copy(
+        stream, device, host, copies, cancel or backend.flag(), began=began or backend.event(), done=done
+    )
+    return done
+
+
 def copy_seconds(backend, stream, device, host, copies):
     began, ended = backend.event(), backend.event()
-    backend.record(stream, began)
-    backend.copy(stream, device, host, copies, backend.flag())
-    backend.record(stream, ended)
+    copy(backend, stream, device, host, copies, began=began, done=ended)
     backend.synchronize(ended, 30)
     return backend.time_of(ended) - backend.time_of(began)
 
@@ -34,14 +40,12 @@ def whole(nbytes):
 class TestStream:
     def test_copies_exactly_what_it_is_given(self):
         with CpuBackend() as backend:
-            stream, done = backend.stream("s"), backend.event()
+            stream = backend.stream("s")
             device, host = backend.device_bytes(64), backend.host_bytes(64)
             device.zero_()
             host[:] = np.arange(64)
             copies = [CopyDescriptor(0, 3, 40, 5), CopyDescriptor(0, 60, 0, 4)]
-            backend.copy(stream, device, host, copies, backend.flag())
-            backend.record(stream, done)
-            backend.synchronize(done, 10)
+            backend.synchronize(copy(backend, stream, device, host, copies), 10)
             expected = np.zeros(64, np.uint8)
             expected[40:45], expected[0:4] = host[3:8], host[60:64]
             np.testing.assert_array_equal(backend.read(device), expected)
@@ -58,9 +62,8 @@ class TestStream:
         with kit.StuckBackend(layer=1) as backend:
             first, second = backend.stream("first"), backend.stream("second")
             device, host = backend.device_bytes(8), backend.host_bytes(8)
-            after_first, after_second = backend.event(), backend.event()
-            backend.copy(first, device, host, [CopyDescriptor(1, 0, 0, 8)], backend.flag())
-            backend.record(first, after_first)
+            after_second = backend.event()
+            after_first = copy(backend, first, device, host, [CopyDescriptor(1, 0, 0, 8)])
             backend.wait(second, after_first)
             backend.record(second, after_second)
             with pytest.raises(TimeoutError):
@@ -82,26 +85,36 @@ class TestStream:
 
 
 class TestFailure:
-    def test_is_on_the_next_event_only_and_the_stream_goes_on(self, kit):
+    def test_is_on_the_copys_own_event_only_and_the_stream_goes_on(self, kit):
         with kit.FailingBackend(layer=1) as backend:
-            stream = backend.stream("s")
+            stream, points = backend.stream("s"), [backend.event() for _ in range(3)]
             device, host = backend.device_bytes(8), backend.host_bytes(8)
-            events = [backend.event() for _ in range(3)]
-            for layer, event in enumerate(events):
-                backend.copy(stream, device, host, [CopyDescriptor(layer, 0, 0, 8)], backend.flag())
-                backend.record(stream, event)
-            backend.synchronize(events[2], 10)
-            assert [type(backend.failure(e)) for e in events] == [type(None), OSError, type(None)]
+            done = []
+            for layer, point in enumerate(points):
+                done.append(copy(backend, stream, device, host, [CopyDescriptor(layer, 0, 0, 8)]))
+                backend.record(stream, point)
+            backend.synchronize(points[-1], 10)
+            assert [type(backend.failure(e)) for e in done] == [type(None), OSError, type(None)]
+            assert [backend.failure(e) for e in points] == [None] * 3
+
+    def test_stays_with_its_copy_when_another_was_given_before_the_event_was_asked(self, kit):
+        with kit.FailingBackend(layer=1) as backend:
+            stream, began = backend.stream("s"), backend.event()
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            failed = copy(backend, stream, device, host, [CopyDescriptor(1, 0, 0, 8)])
+            other = copy(backend, stream, device, host, [CopyDescriptor(2, 0, 0, 8)], began=began)
+            backend.synchronize(other, 10)
+            assert isinstance(backend.failure(failed), OSError)
+            assert backend.failure(began) is backend.failure(other) is None
 
     def test_a_cancelled_copy_is_dropped_and_says_so(self):
         with CpuBackend() as backend:
-            stream, done, cancel = backend.stream("s"), backend.event(), backend.flag()
+            stream, cancel = backend.stream("s"), backend.flag()
             device, host = backend.device_bytes(8), backend.host_bytes(8)
             device.zero_()
             host[:] = 1
             cancel.set()
-            backend.copy(stream, device, host, whole(8), cancel)
-            backend.record(stream, done)
+            done = copy(backend, stream, device, host, whole(8), cancel=cancel)
             backend.synchronize(done, 10)
             assert isinstance(backend.failure(done), CopyCancelledError)
             assert device.sum() == 0
@@ -131,11 +144,10 @@ class TestPacing:
             device, host = backend.device_bytes(total), backend.host_bytes(total)
             ratios = []
             for _ in range(3):
-                began, ends = backend.event(), [backend.event() for _ in range(parts)]
-                backend.record(stream, began)
-                for end in ends:
-                    backend.copy(stream, device, host, whole(total // parts), backend.flag())
-                    backend.record(stream, end)
+                began, ends = backend.event(), []
+                for part in range(parts):
+                    first = began if part == 0 else None
+                    ends.append(copy(backend, stream, device, host, whole(total // parts), began=first))
                 backend.synchronize(ends[-1], 30)
                 seconds = backend.time_of(ends[-1]) - backend.time_of(began)
                 ratios.append(seconds / (total / self.RATE))
@@ -157,8 +169,7 @@ class TestPacing:
             device, host = backend.device_bytes(total), backend.host_bytes(total)
             began, ends = backend.now(), [backend.event(), backend.event()]
             for stream, end in zip(streams, ends, strict=True):
-                backend.copy(stream, device, host, whole(total), backend.flag())
-                backend.record(stream, end)
+                copy(backend, stream, device, host, whole(total), done=end)
             for end in ends:
                 backend.synchronize(end, 30)
             seconds = max(backend.time_of(end) for end in ends) - began
@@ -182,12 +193,10 @@ class TestThreads:
 
     def test_finish_their_work_first(self, kit):
         with kit.SlowBackend() as backend:
-            stream, done = backend.stream("s"), backend.event()
+            stream = backend.stream("s")
             device, host = backend.device_bytes(8), backend.host_bytes(8)
-            for _ in range(5):
-                backend.copy(stream, device, host, whole(8), backend.flag())
-            backend.record(stream, done)
-        assert backend.fired(done)
+            done = [copy(backend, stream, device, host, whole(8)) for _ in range(5)]
+        assert all(backend.fired(event) for event in done)
 
 
 def test_a_probe_finds_the_links_rate():

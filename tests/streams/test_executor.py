@@ -22,9 +22,9 @@ TOKENS = 32
 REGION = KvRegion(LAYOUT, 48)
 
 
-def filled_store():
+def filled_store(seed=0):
     store = HostStore(8)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     rows = TOKENS * LAYOUT.k_bytes_per_token
     layers = [
         (random.integers(0, 256, rows, np.uint8), random.integers(0, 256, rows, np.uint8))
@@ -226,9 +226,9 @@ class TestGuards:
                 events.append(("wait", stream.name, event))
                 super().wait(stream, event, timeout_s)
 
-            def copy(self, stream, *rest):
+            def copy(self, stream, *rest, **events_around):
                 events.append(("copy", stream.name, None))
-                super().copy(stream, *rest)
+                super().copy(stream, *rest, **events_around)
 
         store, _ = filled_store()
         with Noting() as backend, open_all(store) as run:
