@@ -7,8 +7,6 @@ before them.
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +21,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvlane.policy.errors import InputError
 from kvlane.streams.backend import Backend
 from kvlane.streams.device_kv import DeviceKv
+from kvlane.streams.engines.transformers_model import (
+    MODEL_TYPES,
+    cache_argument,
+    decoder_layers,
+    identity_of,
+    layout_of,
+)
 from kvlane.streams.executor import (
     DEFAULT_DEADLINE_S,
     LayerExecutor,
@@ -32,16 +37,10 @@ from kvlane.streams.executor import (
     LoadError,
     Mode,
 )
-from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids
-from kvlane.transfer.layout import KvLayout
+from kvlane.transfer.identity import EncodedIds, TokenIds, encode_token_ids
 from kvlane.transfer.store import LayerKv, StoredRun
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Decoders run in the tests: full attention, keys and values in every layer, rotary positions."""
-
-# Rotary kinds whose keys depend on the position alone. Under the others (dynamic, longrope) the same token's key
-# depends on how long the prompt is, so it may not be reused in another prompt.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+__all__ = ["MODEL_TYPES", "PrefillResult", "TransformersEngine", "identity_of", "layout_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,45 +70,6 @@ class PrefillResult:
     total_s: float
     head_s: float
     layers: tuple[LayerTiming, ...]
-
-
-def layout_of(model: PreTrainedModel) -> KvLayout:
-    """The KV of a model, from its configuration.
-
-    Raises:
-        InputError: a kind this adapter does not run, naming the configuration's field.
-    """
-    config = model.config.get_text_config()
-    _refuse_unsupported(config)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KvLayout(config.num_hidden_layers, kv_heads, head_dim, head_dim, model.dtype.itemsize)
-
-
-def identity_of(
-    model: PreTrainedModel, name: str, weights_revision: str, adapter: str | None = None
-) -> KvIdentity:
-    """The identity of a whole (not sharded) model's KV.
-
-    Args:
-        name: the checkpoint, as its users name it.
-        weights_revision: what tells its weights from every other revision's.
-        adapter: name and revision of the adapter that is active, if any.
-
-    Raises:
-        InputError: as `layout_of`.
-    """
-    return KvIdentity(
-        model=name,
-        weights_revision=weights_revision,
-        adapter=adapter,
-        kv_dtype=str(model.dtype).removeprefix("torch."),
-        layout=layout_of(model).name,
-        tp_rank=0,
-        tp_size=1,
-        positional=json.dumps(model.config.get_text_config().rope_parameters, sort_keys=True),
-    )
 
 
 class TransformersEngine:
@@ -147,8 +107,8 @@ class TransformersEngine:
         self.backend = backend
         self.kv = DeviceKv(backend, self.layout, model.dtype, capacity_tokens)
         self._executor = LayerExecutor(backend)
-        self._decoder_layers = _decoder_layers(model, self.layout.layers)
-        self._cache_argument = _cache_argument(model)
+        self._decoder_layers = decoder_layers(model, self.layout.layers)
+        self._cache_argument = cache_argument(model)
         self._held: EncodedIds = np.empty(0, np.uint32)
         self._load: LayerLoad | None = None
 
@@ -351,31 +311,3 @@ def _watched(decoder_layers: torch.nn.ModuleList, steps: LayerPass) -> Iterator[
             hooks.callback(module.register_forward_pre_hook(begin).remove)
             hooks.callback(module.register_forward_hook(end).remove)
         yield
-
-
-def _refuse_unsupported(config: Any) -> None:
-    if config.model_type not in MODEL_TYPES:
-        raise InputError("model_type", f"{config.model_type!r} is not supported", ", ".join(MODEL_TYPES))
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others:
-        raise InputError("layer_types", f"holds {', '.join(sorted(others))}", "full_attention only")
-    if getattr(config, "sliding_window", None) is not None:
-        raise InputError("sliding_window", f"is {config.sliding_window}", "null: full attention only")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope_type not in _ROPE_TYPES:
-        raise InputError("rope_parameters.rope_type", f"is {rope_type!r}", ", ".join(_ROPE_TYPES))
-
-
-def _decoder_layers(model: PreTrainedModel, layers: int) -> torch.nn.ModuleList:
-    found = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(found, torch.nn.ModuleList) or len(found) < layers:
-        raise InputError("model", "has no list of decoder layers", f"{layers} in model.get_decoder().layers")
-    return found
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    for name in ("cache", "past_key_values"):
-        if name in parameters:
-            return name
-    raise InputError("model", "takes no cache", "a forward with `cache` or `past_key_values`")

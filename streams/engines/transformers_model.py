@@ -1,0 +1,98 @@
+"""What a transformers model is to its KV: which kinds run, how their KV is laid out, and what identifies it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvlane.policy.errors import InputError
+from kvlane.transfer.identity import KvIdentity
+from kvlane.transfer.layout import KvLayout
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Decoders run in the tests: full attention, keys and values in every layer, rotary positions."""
+
+# Rotary kinds whose keys depend on the position alone. Under the others (dynamic, longrope) the same token's key
+# depends on how long the prompt is, so it may not be reused in another prompt.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def layout_of(model: PreTrainedModel) -> KvLayout:
+    """The KV of a model, from its configuration.
+
+    Raises:
+        InputError: a kind this adapter does not run, naming the configuration's field.
+    """
+    config = model.config.get_text_config()
+    _refuse_unsupported(config)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KvLayout(config.num_hidden_layers, kv_heads, head_dim, head_dim, model.dtype.itemsize)
+
+
+def identity_of(
+    model: PreTrainedModel, name: str, weights_revision: str, adapter: str | None = None
+) -> KvIdentity:
+    """The identity of a whole (not sharded) model's KV.
+
+    Args:
+        name: the checkpoint, as its users name it.
+        weights_revision: what tells its weights from every other revision's.
+        adapter: name and revision of the adapter that is active, if any.
+
+    Raises:
+        InputError: as `layout_of`.
+    """
+    return KvIdentity(
+        model=name,
+        weights_revision=weights_revision,
+        adapter=adapter,
+        kv_dtype=str(model.dtype).removeprefix("torch."),
+        layout=layout_of(model).name,
+        tp_rank=0,
+        tp_size=1,
+        positional=json.dumps(model.config.get_text_config().rope_parameters, sort_keys=True),
+    )
+
+
+def decoder_layers(model: PreTrainedModel, layers: int) -> torch.nn.ModuleList:
+    """The modules whose attention holds KV.
+
+    Raises:
+        InputError: the model has no list of them.
+    """
+    found = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(found, torch.nn.ModuleList) or len(found) < layers:
+        raise InputError("model", "has no list of decoder layers", f"{layers} in model.get_decoder().layers")
+    return found
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model calls the cache that its forward takes.
+
+    Raises:
+        InputError: it takes none.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise InputError("model", "takes no cache", "a forward with `cache` or `past_key_values`")
+
+
+def _refuse_unsupported(config: Any) -> None:
+    if config.model_type not in MODEL_TYPES:
+        raise InputError("model_type", f"{config.model_type!r} is not supported", ", ".join(MODEL_TYPES))
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise InputError("layer_types", f"holds {', '.join(sorted(others))}", "full_attention only")
+    if getattr(config, "sliding_window", None) is not None:
+        raise InputError("sliding_window", f"is {config.sliding_window}", "null: full attention only")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type not in _ROPE_TYPES:
+        raise InputError("rope_parameters.rope_type", f"is {rope_type!r}", ", ".join(_ROPE_TYPES))
