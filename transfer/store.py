@@ -18,6 +18,13 @@ LayerKv: TypeAlias = tuple[HostBytes, HostBytes]
 """One layer's keys and values as flat bytes, `[token][head][dim]` each."""
 
 
+class KvSafetyError(RuntimeError):
+    """Going on could have read, stored or freed KV that is not what it is taken for: a mistake of the caller.
+
+    Something was used after it was closed or changed, before it was ready, or by two threads at once.
+    """
+
+
 class StaleHitError(LookupError):
     """The entry a hit names has been evicted since the lookup: treat it as a miss."""
 

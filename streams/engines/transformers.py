@@ -7,6 +7,7 @@ before them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from kvlane.streams.executor import (
     Mode,
 )
 from kvlane.transfer.identity import EncodedIds, TokenIds, encode_token_ids
-from kvlane.transfer.store import LayerKv, StoredRun
+from kvlane.transfer.store import KvSafetyError, LayerKv, Store, StoredRun
 
 __all__ = ["MODEL_TYPES", "PrefillResult", "TransformersEngine", "identity_of", "layout_of"]
 
@@ -73,9 +74,11 @@ class PrefillResult:
 
 
 class TransformersEngine:
-    """Prefills one prompt at a time on a model whose KV it holds. Not for use from several threads at once.
+    """Prefills one prompt at a time on a model whose KV it holds.
 
-    The block remembers which token ids its KV was computed from, so `resident` can only name what is really there.
+    The block remembers which token ids its KV was computed from, so `resident` can only name what is really there,
+    and `save` can store it only under the ids that it belongs to. One call at a time: `prefill`, `poison` and `save`
+    raise `KvSafetyError` while another of them runs.
 
     Args:
         model: a decoder in eval mode; it is not changed, apart from hooks while a prefill runs.
@@ -111,6 +114,8 @@ class TransformersEngine:
         self._cache_argument = cache_argument(model)
         self._held: EncodedIds = np.empty(0, np.uint32)
         self._load: LayerLoad | None = None
+        self._busy = threading.Lock()
+        self._generation = 0  # goes up before the block is written
 
     @property
     def capacity_tokens(self) -> int:
@@ -131,20 +136,71 @@ class TransformersEngine:
 
         Raises:
             LoadError: an earlier load still writes to the block.
+            KvSafetyError: the engine is in use.
         """
-        self._settle(DEFAULT_DEADLINE_S)
-        self._held = self._held[:start]
-        self.kv.poison(start)
+        with self._alone("poison"):
+            self._settle(DEFAULT_DEADLINE_S)
+            self._keep(start)
+            self.kv.poison(start)
+
+    def save(self, store: Store, token_ids: TokenIds, tokens: int) -> int:
+        """Store the KV of a prompt's first tokens; returns how many of them `Store.put` stored.
+
+        Raises:
+            InputError: the block does not hold the KV of these tokens.
+            KvSafetyError: the engine is in use.
+            StoreFullError: see `Store.put`.
+        """
+        with self._alone("save"):
+            if tokens < 0 or not self.holds(token_ids, tokens):
+                raise InputError("tokens", f"the first {tokens} of this prompt are not held")
+            # The ids that the KV was computed from: what the caller does to its own while this runs is no matter.
+            return store.put(self.identity, self._held[:tokens], self.layout, self.layer_bytes(0, tokens))
 
     def layer_bytes(self, start: int, end: int) -> Iterator[LayerKv]:
         """For every layer the bytes of tokens `[start, end)` as `Store.put` takes them.
 
+        They are read one layer at a time, on some backends as views: copy a layer before the next is asked for, and
+        ask until there is none, since it is only then that the last one is known to be good. `save` ties them to ids.
+
         Raises:
             InputError: tokens whose KV the block does not hold.
+            KvSafetyError: while reading, the block was changed since this was called.
         """
+        generation = self._generation
         if not 0 <= start <= end <= self.held_tokens:
             raise InputError("tokens", f"[{start}, {end}) are not held", f"at most {self.held_tokens}")
-        return self.kv.layer_bytes(start, end)
+        return self._unchanged_layers(start, end, generation)
+
+    def _unchanged_layers(self, start: int, end: int, generation: int) -> Iterator[LayerKv]:
+        for rows in self.kv.layer_bytes(start, end):
+            self._check_unchanged(generation)
+            yield rows
+            # Asked for more: the reader has copied what it was given.
+            self._check_unchanged(generation)
+
+    def _check_unchanged(self, generation: int) -> None:
+        if self._generation != generation:
+            raise KvSafetyError(
+                "the block was changed while its KV was read: the bytes may be another prompt's"
+            )
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise KvSafetyError(
+                f"{what}: the engine is in use, and its block holds one prompt: one call at a time, or an engine each"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _keep(self, tokens: int) -> None:
+        """Nothing after these tokens is what the block said it was; call before it is written."""
+        # In this order, and read in the other: whoever still saw the old ids has the old generation, too.
+        self._held = self._held[:tokens]
+        self._generation += 1
 
     def prefill(
         self,
@@ -172,20 +228,33 @@ class TransformersEngine:
             InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
                 model, prompt or range.
             LoadError: a layer did not arrive. The block then holds the resident tokens only.
+            KvSafetyError: the engine is in use.
         """
         began = self.backend.now()
-        ids = encode_token_ids(token_ids)
+        # A copy: the caller's array may change while the model runs, and what is held must not.
+        ids = encode_token_ids(token_ids).copy()
+        with self._alone("prefill"):
+            return self._prefill(
+                ids, resident, load, mode, began if submitted_s is None else submitted_s, deadline_s
+            )
+
+    def _prefill(
+        self,
+        ids: EncodedIds,
+        resident: int,
+        load: StoredRun | None,
+        mode: Mode,
+        submitted_s: float,
+        deadline_s: float,
+    ) -> PrefillResult:
         past = self._check_request(ids, resident, load)
         self._settle(deadline_s)
-        # From here until the pass is through, nothing after the resident tokens is what these ids say.
-        self._held = self._held[:resident]
+        self._keep(resident)
         if load is not None:
             self._load = self._executor.submit(
                 load, self.kv.memory, self.kv.region, mode=mode, deadline_s=deadline_s
             )
-        steps = LayerPass(
-            self.backend, self.layout.layers, self._load, began if submitted_s is None else submitted_s
-        )
+        steps = LayerPass(self.backend, self.layout.layers, self._load, submitted_s)
         try:
             logits, token, done = self._forward(ids[past:], past, steps)
             layers = steps.finish()
@@ -194,8 +263,8 @@ class TransformersEngine:
                 self._load.give_up()
             raise
         self._load = None
-        self._held = ids.copy()
-        total_s = done - (began if submitted_s is None else submitted_s)
+        self._held = ids
+        total_s = done - submitted_s
         return PrefillResult(
             first_token=token,
             logits=logits.float().cpu().numpy(),
