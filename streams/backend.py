@@ -9,6 +9,8 @@ Rules that hold on every backend, so that the executor is written once:
 - A copy and the events around it are one piece of work: nothing that another thread gives to the stream comes
   between them, and what fails in a copy is on that copy's own `done` and nowhere else. An error that the device
   reports while a copy is being handed over counts as that copy's failure, too.
+- What is used wrongly raises `KvSafetyError`: a closed backend or stream, an event recorded twice, or one read before
+  it has fired.
 - The executor takes its threads, flags and clock from the backend too: a backend with a virtual clock can then
   decide every interleaving.
 """

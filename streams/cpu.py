@@ -20,7 +20,7 @@ from kvlane.policy.errors import InputError
 from kvlane.streams.backend import Event, Flag, Stream
 from kvlane.transfer.host import touched_bytes
 from kvlane.transfer.layout import CopyDescriptor
-from kvlane.transfer.store import HostBytes
+from kvlane.transfer.store import HostBytes, KvSafetyError
 
 _MIN_PIECE_BYTES = 256 * 1024
 _MAX_PIECE_BYTES = 1024 * 1024
@@ -65,15 +65,22 @@ class CpuStream:
         self.ready_at = 0.0  # the earliest time the work at the head of the queue could have begun
         self.done_at = 0.0  # when the last copy ended
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
         self.thread = threading.Thread(target=self._run, name=f"kvlane-{name}", daemon=True)
         self.thread.start()
 
     def submit(self, work: _Work) -> None:
-        self._work.put(work)
+        with self._lock:
+            if self._closed:
+                raise KvSafetyError(f"stream {self.name} is closed: what it is given would never run")
+            self._work.put(work)
 
     def finish(self) -> None:
-        """End the thread once the work given so far is done."""
-        self._work.put(None)
+        """Take no more work; the thread ends once what was given so far is done."""
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -136,10 +143,14 @@ class CpuBackend:
     def start(self, task: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=task, name=f"kvlane-{name}", daemon=True)
         with self._lock:
-            assert not self._closed, "the backend is closed"
+            self._check_open()
             self._tasks = [t for t in self._tasks if t.is_alive()]
             thread.start()
             self._tasks.append(thread)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvSafetyError("the backend is closed: its threads are gone")
 
     def flag(self) -> Flag:
         return threading.Event()
@@ -157,7 +168,7 @@ class CpuBackend:
 
     def stream(self, name: str) -> Stream:
         with self._lock:
-            assert not self._closed, "the backend is closed"
+            self._check_open()
             stream = CpuStream(name)
             self._streams.append(stream)
             return stream
@@ -250,14 +261,10 @@ class CpuBackend:
         return event.fired.is_set()
 
     def time_of(self, event: Event) -> float:
-        assert isinstance(event, CpuEvent)
-        assert event.fired.is_set(), "the event has not fired"
-        return event.time
+        return _fired(event).time
 
     def failure(self, event: Event) -> BaseException | None:
-        assert isinstance(event, CpuEvent)
-        assert event.fired.is_set(), "the event has not fired"
-        return event.failure
+        return _fired(event).failure
 
     def close(self) -> None:
         """Finish what was started and end the threads.
@@ -288,14 +295,23 @@ class CpuBackend:
 
 def _unrecorded(event: Event) -> CpuEvent:
     assert isinstance(event, CpuEvent)
-    assert not event.recorded, "an event is recorded once"
+    if event.recorded:
+        raise KvSafetyError("an event is recorded once: whoever waits for it could be let go too early")
     return event
 
 
 def _recorded(event: Event) -> CpuEvent:
     assert isinstance(event, CpuEvent)
     # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
-    assert event.recorded, "waiting for an event that nobody has recorded"
+    if not event.recorded:
+        raise KvSafetyError("waiting for an event that nobody has recorded")
+    return event
+
+
+def _fired(event: Event) -> CpuEvent:
+    assert isinstance(event, CpuEvent)
+    if not event.fired.is_set():
+        raise KvSafetyError("the event has not fired: nothing is known about it yet")
     return event
 
 
@@ -306,6 +322,7 @@ def _join(thread: threading.Thread, until: float) -> None:
 
 
 def _bytes_of(device: torch.Tensor) -> HostBytes:
-    assert device.dtype == torch.uint8, "device memory is handed around as bytes"
+    if device.dtype != torch.uint8 or not device.is_contiguous():
+        raise KvSafetyError(f"device memory is handed around as flat bytes, not as {device.dtype}")
     view: HostBytes = device.detach().numpy()
     return view

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvlane.policy.errors import InputError
 from kvlane.streams.backend import Backend, Event, Stream
 from kvlane.transfer.layout import CopyDescriptor, KvRegion, total_bytes
-from kvlane.transfer.store import StoredRun
+from kvlane.transfer.store import KvSafetyError, StoredRun
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +286,8 @@ class LayerPass:
         return event
 
     def _at(self, event: Event | None) -> float:
-        assert event is not None, "the pass did not visit every layer"
+        if event is None:
+            raise KvSafetyError("the pass did not visit every layer")
         return self._backend.time_of(event) - self._submitted_s
 
     def _row(self, layer: int) -> LayerTiming:

@@ -13,7 +13,7 @@ import numpy as np
 from kvlane.policy.errors import InputError
 from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids, iter_token_chain
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion, layer_copies
-from kvlane.transfer.store import Hit, HostBytes, LayerKv, StaleHitError, StoreFullError
+from kvlane.transfer.store import Hit, HostBytes, KvSafetyError, LayerKv, StaleHitError, StoreFullError
 
 _PAGE_BYTES = 4096
 
@@ -215,7 +215,8 @@ class HostStore:
         self._used_bytes += nbytes
 
     def _drop(self, entry: _Entry) -> None:
-        assert entry.pins == 0, "a pinned entry is being read"
+        if entry.pins:
+            raise KvSafetyError(f"entry {entry.number} is pinned: it is being read")
         del self._entries[entry.number]
         self._used_bytes -= entry.region.nbytes
         for digest in entry.digests:
@@ -224,10 +225,18 @@ class HostStore:
             if not holders:
                 del self._by_digest[digest]
 
-    def _pin(self, entry: _Entry, change: int) -> None:
+    def _retain(self, run: HostRun) -> None:
         with self._lock:
-            entry.pins += change
-            assert entry.pins >= 0
+            if not run._open:
+                raise KvSafetyError("a closed run holds no pin to share")
+            run._entry.pins += 1
+
+    def _release(self, run: HostRun) -> None:
+        # Open and pins change together: two threads that close one run give up one pin.
+        with self._lock:
+            if run._open:
+                run._open = False
+                run._entry.pins -= 1
 
     def _count(self, moved: _Moved, nbytes: int) -> None:
         with self._lock:
@@ -266,7 +275,8 @@ class HostRun:
 
     @property
     def memory(self) -> HostBytes:
-        assert self._open, "the run was closed: its memory may be gone"
+        if not self._open:
+            raise KvSafetyError("the run was closed: its memory may be gone")
         return self._entry.memory
 
     @property
@@ -291,15 +301,12 @@ class HostRun:
 
     def retain(self) -> HostRun:
         """A second handle with a pin of its own."""
-        assert self._open, "a closed run holds no pin to share"
-        self._store._pin(self._entry, +1)
+        self._store._retain(self)
         return HostRun(self._store, self._entry, self.start, self.end, self._moved)
 
     def close(self) -> None:
         """Give up this handle's pin. Closing twice is harmless."""
-        if self._open:
-            self._open = False
-            self._store._pin(self._entry, -1)
+        self._store._release(self)
 
     def __enter__(self) -> HostRun:
         return self

@@ -361,8 +361,11 @@ class _CacheLayer(CacheLayerMixin):
         return int(self._keys.shape[-2])
 
     def check_visited(self, length: int) -> None:
-        assert self._updates == 1, f"layer {self._layer} asked for its KV {self._updates} times in one pass"
-        assert self._length == length, f"layer {self._layer} holds {self._length} of {length} tokens"
+        """Raises `KvSafetyError` unless the layer took its KV once, and all of it."""
+        if self._updates != 1:
+            raise KvSafetyError(f"layer {self._layer} asked for its KV {self._updates} times in one pass")
+        if self._length != length:
+            raise KvSafetyError(f"layer {self._layer} holds {self._length} of {length} tokens")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from kvlane.streams.cpu import CopyCancelledError, CpuBackend
 from kvlane.streams.probe import probe_link
 from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.probe import MIB
+from kvlane.transfer.store import KvSafetyError
 
 
 def copy(backend, stream, device, host, copies, *, cancel=None, began=None, done=None):
@@ -73,15 +74,74 @@ class TestStream:
             assert backend.time_of(after_first) <= backend.time_of(after_second)
 
     def test_waiting_for_an_event_nobody_recorded_is_an_error(self):
-        with CpuBackend() as backend, pytest.raises(AssertionError, match="recorded"):
+        with CpuBackend() as backend, pytest.raises(KvSafetyError, match="recorded"):
             backend.wait(backend.compute, backend.event(), 1)
 
     def test_recording_an_event_twice_is_an_error(self):
         with CpuBackend() as backend:
             event = backend.event()
             backend.record(backend.compute, event)
-            with pytest.raises(AssertionError, match="once"):
+            with pytest.raises(KvSafetyError, match="once"):
                 backend.record(backend.compute, event)
+
+    def test_an_event_that_has_not_fired_tells_nothing(self):
+        with CpuBackend() as backend:
+            for ask in (backend.time_of, backend.failure):
+                with pytest.raises(KvSafetyError, match="fired"):
+                    ask(backend.event())
+
+    @pytest.mark.parametrize(
+        "device", [torch.zeros(8), torch.zeros(16, dtype=torch.uint8)[::2]], ids=["floats", "with gaps"]
+    )
+    def test_device_memory_is_flat_bytes(self, device):
+        with CpuBackend() as backend, pytest.raises(KvSafetyError, match="bytes"):
+            copy(backend, backend.stream("s"), device, backend.host_bytes(8), whole(8))
+
+    def test_a_closed_backend_takes_nothing(self):
+        with CpuBackend() as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(8), backend.host_bytes(8)
+        late = [
+            lambda: backend.stream("late"),
+            lambda: backend.start(lambda: None, "late"),
+            lambda: backend.record(stream, backend.event()),
+            lambda: copy(backend, stream, device, host, whole(8)),
+        ]
+        for call in late:
+            with pytest.raises(KvSafetyError, match="closed"):
+                call()
+
+
+def test_the_checks_hold_under_python_o():
+    """`assert` is gone there: none of these may rest on one."""
+    code = (
+        "import numpy as np\n"
+        "from kvlane.streams.cpu import CpuBackend\n"
+        "from kvlane.streams.executor import LayerPass\n"
+        "from kvlane.transfer.host import HostStore\n"
+        "from kvlane.transfer.identity import KvIdentity\n"
+        "from kvlane.transfer.layout import KvLayout\n"
+        "from kvlane.transfer.store import KvSafetyError\n"
+        "backend, store, layout = CpuBackend(), HostStore(1), KvLayout(1, 1, 1, 1, 1)\n"
+        "identity = KvIdentity(*['m', 'r', None, 'd', layout.name, 0, 1, 'p', 'n'][: len(KvIdentity.__slots__)])\n"
+        "store.put(identity, [1], layout, [(np.zeros(1, np.uint8),) * 2])\n"
+        "run = store.open(store.lookup(identity, [1]), 0, 1)\n"
+        "run.close()\n"
+        "backend.close()\n"
+        "def refused(call):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except KvSafetyError:\n"
+        "        return\n"
+        "    raise SystemExit('not refused')\n"
+        "refused(lambda: run.memory)\n"
+        "refused(run.retain)\n"
+        "refused(lambda: backend.synchronize(backend.event(), 0.01))\n"
+        "refused(lambda: backend.failure(backend.event()))\n"
+        "refused(lambda: backend.stream('late'))\n"
+        "refused(lambda: backend.start(lambda: None, 'late'))\n"
+        "refused(LayerPass(backend, 1, None, 0.0).finish)\n"
+    )
+    subprocess.run([sys.executable, "-O", "-c", code], check=True)
 
 
 class TestFailure:

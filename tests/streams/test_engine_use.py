@@ -9,6 +9,7 @@ import pytest
 
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.engines import transformers as adapter
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.store import KvSafetyError
 
@@ -166,3 +167,17 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(kit, engine, call, mon
     # Whoever was refused may ask again.
     calls["save"]()
     calls[call]()
+
+
+def test_a_pass_in_which_a_layer_asks_for_its_kv_twice_gives_no_token(kit, engine, monkeypatch):
+    ids = kit.ids(TOKENS)
+    update = adapter._CacheLayer.update
+
+    def twice(self, keys, values, *args, **kwargs):
+        update(self, keys, values)
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(adapter._CacheLayer, "update", twice)
+    with pytest.raises(KvSafetyError, match="2 times"):
+        engine.prefill(ids)
+    assert engine.held_tokens == 0

@@ -15,6 +15,7 @@ from kvlane.streams.executor import LayerExecutor, LayerLoad, LayerPass, LoadErr
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout, KvRegion
+from kvlane.transfer.store import KvSafetyError
 
 LAYOUT = KvLayout(layers=6, kv_heads=2, k_width=4, v_width=4, itemsize=4)
 IDENTITY = KvIdentity("model", "r1", None, "float32", LAYOUT.name, 0, 1, "rope")
@@ -199,7 +200,7 @@ class TestGuards:
             # Control: on CUDA this would be a wait for nothing, here it is an error.
             load = submit(backend, run, memory)
             load._issued = [AlwaysSet()] * LAYOUT.layers
-            with pytest.raises(AssertionError, match="recorded"):
+            with pytest.raises(KvSafetyError, match="recorded"):
                 load.hold(0)
             assert load.settle(10)
 
@@ -296,6 +297,24 @@ class TestSubmit:
                     run, backend.device_bytes(region.nbytes), region, mode="layered"
                 )
             assert store.clear() == 0
+
+    def test_on_a_closed_backend_raises_and_leaves_no_pin_and_no_thread(self):
+        store, _ = filled_store()
+        before = threading.active_count()
+        with CpuBackend() as backend:
+            executor, memory = LayerExecutor(backend), backend.device_bytes(REGION.nbytes)
+        with open_all(store) as run, pytest.raises(KvSafetyError, match="closed"):
+            executor.submit(run, memory, REGION, mode="layered")
+        assert store.clear() == 0
+        assert threading.active_count() == before
+
+    def test_a_pass_that_left_a_layer_out_gives_no_report(self):
+        with CpuBackend() as backend:
+            steps = LayerPass(backend, LAYOUT.layers, None, backend.now())
+            steps.begin(0)
+            steps.end(0)
+            with pytest.raises(KvSafetyError, match="every layer"):
+                steps.finish()
 
     def test_the_callers_handle_may_be_closed_at_once(self, kit):
         store, layers = filled_store()

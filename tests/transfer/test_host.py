@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from kvlane.policy.errors import InputError
 from kvlane.transfer.host import HostStore, touched_bytes
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout, KvRegion, total_bytes
-from kvlane.transfer.store import StaleHitError, StoreFullError
+from kvlane.transfer.store import KvSafetyError, StaleHitError, StoreFullError
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, k_width=4, v_width=3, itemsize=2)
 IDENTITY = KvIdentity("model", "r1", None, "float16", LAYOUT.name, 0, 2, "rope")
@@ -243,6 +244,35 @@ class TestRun:
         with store.open(store.lookup(IDENTITY, range(16)), 0, 16) as run, run.retain() as second:
             second.count_moved(5)
             assert run.bytes_moved == second.bytes_moved == store.bytes_moved == 5
+
+    def test_a_closed_run_gives_no_memory_and_no_pin(self):
+        store = HostStore(UNIT)
+        put(store, range(16))
+        run = store.open(store.lookup(IDENTITY, range(16)), 0, 16)
+        run.close()
+        with pytest.raises(KvSafetyError, match="closed"):
+            _ = run.memory
+        with pytest.raises(KvSafetyError, match="closed"):
+            run.retain()
+        assert store.clear() == 0
+
+    def test_closed_by_two_threads_it_gives_up_one_pin(self):
+        store, often = HostStore(UNIT), sys.getswitchinterval()
+        put(store, range(16))
+        sys.setswitchinterval(1e-6)
+        try:
+            with store.open(store.lookup(IDENTITY, range(16)), 0, 16):
+                for _ in range(300):
+                    run = store.open(store.lookup(IDENTITY, range(16)), 0, 16)
+                    threads = [threading.Thread(target=run.close) for _ in range(3)]
+                    for thread in threads:
+                        thread.start()
+                    for thread in threads:
+                        thread.join()
+                assert store.clear() == 1
+        finally:
+            sys.setswitchinterval(often)
+        assert store.clear() == 0
 
     @pytest.mark.parametrize(("start", "end"), [(0, 20), (-1, 8), (8, 8), (8, 4), (0, 6)])
     def test_a_range_outside_the_hit_or_ending_inside_a_unit_is_refused(self, start, end):
