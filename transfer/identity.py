@@ -35,6 +35,8 @@ class KvIdentity:
         tp_rank: tensor-parallel rank the bytes belong to.
         tp_size: number of tensor-parallel ranks.
         positional: rotary type, base and scaling as one canonical string; keys are stored rotated.
+        numerics: everything else in the model's configuration that its KV depends on (norms, activations, biases,
+            sizes), as one canonical string or its digest.
 
     Raises:
         InputError: an empty name or an impossible rank.
@@ -48,9 +50,10 @@ class KvIdentity:
     tp_rank: int
     tp_size: int
     positional: str
+    numerics: str
 
     def __post_init__(self) -> None:
-        for name in ("model", "weights_revision", "kv_dtype", "layout"):
+        for name in ("model", "weights_revision", "kv_dtype", "layout", "numerics"):
             if not getattr(self, name):
                 raise InputError(f"identity.{name}", "is empty", "a name")
         if self.tp_size < 1:

@@ -104,14 +104,14 @@ class TransformersEngine:
     ) -> None:
         self.layout = layout_of(model)
         self.identity = identity_of(model, name, weights_revision, adapter)
-        if model.training:
-            raise InputError("model", "is in training mode", "model.eval()")
         self.model = model
         self.backend = backend
         self.kv = DeviceKv(backend, self.layout, model.dtype, capacity_tokens)
         self._executor = LayerExecutor(backend)
+        self._modules = tuple(model.modules())
         self._decoder_layers = decoder_layers(model, self.layout.layers)
         self._cache_argument = cache_argument(model)
+        self._check_model()
         self._held: EncodedIds = np.empty(0, np.uint32)
         self._load: LayerLoad | None = None
         self._busy = threading.Lock()
@@ -226,7 +226,7 @@ class TransformersEngine:
 
         Raises:
             InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
-                model, prompt or range.
+                model, prompt or range, a model in training mode, autocast.
             LoadError: a layer did not arrive. The block then holds the resident tokens only.
             KvSafetyError: the engine is in use.
         """
@@ -247,6 +247,7 @@ class TransformersEngine:
         submitted_s: float,
         deadline_s: float,
     ) -> PrefillResult:
+        self._check_model()
         past = self._check_request(ids, resident, load)
         self._settle(deadline_s)
         self._keep(resident)
@@ -277,6 +278,14 @@ class TransformersEngine:
             head_s=total_s - layers[-1].compute_end_s,
             layers=layers,
         )
+
+    def _check_model(self) -> None:
+        """That a forward would compute the identity's KV: what was set may have been set otherwise since."""
+        if any(module.training for module in self._modules):
+            raise InputError("model", "is in training mode", "model.eval()")
+        kind = self.model.device.type
+        if torch.is_autocast_enabled(kind):
+            raise InputError("autocast", f"is enabled for {kind}", "off: its KV would be of another type")
 
     def _check_request(self, ids: EncodedIds, resident: int, load: StoredRun | None) -> int:
         """The number of tokens that are not computed."""
@@ -341,6 +350,9 @@ class _CacheLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new rows [1, kv_heads, new, width] after the past ones; returns all of them once they are there."""
+        if key_states.dtype != self._keys.dtype or value_states.dtype != self._values.dtype:
+            # Assigning would convert it in silence, and what is stored would be no KV of the identity's.
+            raise KvSafetyError(f"layer {self._layer} computed {key_states.dtype} KV, not {self._keys.dtype}")
         start, end = self._length, self._length + key_states.shape[-2]
         self._keys[:, :, start:end] = key_states
         self._values[:, :, start:end] = value_states

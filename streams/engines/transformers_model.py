@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from typing import Any
@@ -19,6 +20,36 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary kinds whose keys depend on the position alone. Under the others (dynamic, longrope) the same token's key
 # depends on how long the prompt is, so it may not be reused in another prompt.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# Not part of what KV is. The attention implementation is among them: eager and sdpa compute the same attention and
+# differ by rounding only, as two ways of cutting a prompt into passes do.
+_NOT_NUMERIC = frozenset(
+    {
+        # Names, paths and versions; type and rotary settings have parts of the identity of their own.
+        "architectures",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "rope_parameters",
+        # What comes out of a forward, and how.
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        # Heads and tokenizers.
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "id2label",
+        "label2id",
+        "problem_type",
+        # Training.
+        "attention_dropout",
+    }
+)
 
 
 def layout_of(model: PreTrainedModel) -> KvLayout:
@@ -57,6 +88,7 @@ def identity_of(
         tp_rank=0,
         tp_size=1,
         positional=json.dumps(model.config.get_text_config().rope_parameters, sort_keys=True),
+        numerics=_numerics(model.config.get_text_config()),
     )
 
 
@@ -83,6 +115,17 @@ def cache_argument(model: PreTrainedModel) -> str:
         if name in parameters:
             return name
     raise InputError("model", "takes no cache", "a forward with `cache` or `past_key_values`")
+
+
+def _numerics(config: Any) -> str:
+    # Named are the fields left out, so that one nobody thought of makes a miss and never a wrong hit.
+    fields = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _NOT_NUMERIC and not name.startswith("_")
+    }
+    canonical = json.dumps(fields, sort_keys=True, default=str)
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _refuse_unsupported(config: Any) -> None:

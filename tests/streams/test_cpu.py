@@ -122,7 +122,7 @@ def test_the_checks_hold_under_python_o():
         "from kvlane.transfer.layout import KvLayout\n"
         "from kvlane.transfer.store import KvSafetyError\n"
         "backend, store, layout = CpuBackend(), HostStore(1), KvLayout(1, 1, 1, 1, 1)\n"
-        "identity = KvIdentity(*['m', 'r', None, 'd', layout.name, 0, 1, 'p', 'n'][: len(KvIdentity.__slots__)])\n"
+        "identity = KvIdentity('m', 'r', None, 'd', layout.name, 0, 1, 'p', 'n')\n"
         "store.put(identity, [1], layout, [(np.zeros(1, np.uint8),) * 2])\n"
         "run = store.open(store.lookup(identity, [1]), 0, 1)\n"
         "run.close()\n"

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
@@ -181,3 +182,32 @@ def test_a_pass_in_which_a_layer_asks_for_its_kv_twice_gives_no_token(kit, engin
     with pytest.raises(KvSafetyError, match="2 times"):
         engine.prefill(ids)
     assert engine.held_tokens == 0
+
+
+class TestModelState:
+    """What the identity says of the model has to hold at every prefill, not only at the first."""
+
+    @pytest.mark.parametrize("part", ["model", "one layer"])
+    def test_back_in_training_mode_is_refused(self, kit, engine, part):
+        ids = kit.ids(TOKENS)
+        engine.prefill(ids)
+        module = engine.model if part == "model" else engine.model.model.layers[1].self_attn
+        module.train()
+        with pytest.raises(InputError, match="training"):
+            engine.prefill(ids)
+        assert engine.holds(ids, TOKENS)
+        module.eval()
+        engine.prefill(ids)
+
+    def test_under_autocast_is_refused(self, kit, engine):
+        ids = kit.ids(TOKENS)
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
+            engine.prefill(ids)
+        assert engine.held_tokens == 0
+        engine.prefill(ids)
+
+    def test_of_another_type_since_is_refused(self, kit, engine):
+        engine.model.to(torch.bfloat16)
+        with pytest.raises(KvSafetyError, match="bfloat16"):
+            engine.prefill(kit.ids(TOKENS))
+        assert engine.held_tokens == 0

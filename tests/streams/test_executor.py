@@ -18,7 +18,7 @@ from kvlane.transfer.layout import KvLayout, KvRegion
 from kvlane.transfer.store import KvSafetyError
 
 LAYOUT = KvLayout(layers=6, kv_heads=2, k_width=4, v_width=4, itemsize=4)
-IDENTITY = KvIdentity("model", "r1", None, "float32", LAYOUT.name, 0, 1, "rope")
+IDENTITY = KvIdentity("model", "r1", None, "float32", LAYOUT.name, 0, 1, "rope", "numerics")
 TOKENS = 32
 REGION = KvRegion(LAYOUT, 48)
 

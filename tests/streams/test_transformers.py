@@ -332,6 +332,36 @@ class TestIdentity:
         }
         assert len(identities) == 4
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"rms_norm_eps": 1e-5},
+            {"hidden_act": "gelu"},
+            {"attention_bias": True},
+            {"mlp_bias": True},
+            {"intermediate_size": 128},
+            {"hidden_size": 96, "head_dim": 16},
+            {"vocab_size": 200},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_follows_what_numbers_depend_on(self, kit, change):
+        ids = kit.ids(TOKENS)
+        store, _ = kit.stored(kit.model(head_dim=16), ids)
+        same = adapter.identity_of(kit.model(head_dim=16), "tiny", "seed-0")
+        other = adapter.identity_of(kit.model(**{"head_dim": 16, **change}), "tiny", "seed-0")
+        assert store.lookup(same, ids).tokens == 80
+        assert store.lookup(other, ids).state == "miss"
+        assert other.layout == same.layout
+        assert other.positional == same.positional
+
+    def test_does_not_follow_names_versions_and_kernels(self, kit):
+        plain, other = kit.model(), kit.model(attention="eager", use_cache=False, id2label={0: "a"})
+        other.config._name_or_path = "somewhere/else"
+        other.config.transformers_version = "0.0"
+        other.config.architectures = ["Renamed"]
+        assert adapter.identity_of(plain, "tiny", "r1") == adapter.identity_of(other, "tiny", "r1")
+
 
 def test_layered_hides_copies_that_bulk_exposes():
     """On a link that takes about as long per layer as the compute, bulk takes nearly twice as long."""

@@ -16,7 +16,7 @@ from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout, KvRegion
 
 LAYOUT = KvLayout(layers=6, kv_heads=2, k_width=4, v_width=4, itemsize=4)
-IDENTITY = KvIdentity("model", "r1", None, "float32", LAYOUT.name, 0, 1, "rope")
+IDENTITY = KvIdentity("model", "r1", None, "float32", LAYOUT.name, 0, 1, "rope", "numerics")
 TOKENS = 32
 LAYER_BYTES = TOKENS * LAYOUT.layer_bytes_per_token
 # As large as the prompt, so that a layer is one copy.

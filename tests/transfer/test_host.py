@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import fields, replace
 from typing import Any
@@ -19,7 +18,7 @@ from kvlane.transfer.layout import KvLayout, KvRegion, total_bytes
 from kvlane.transfer.store import KvSafetyError, StaleHitError, StoreFullError
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, k_width=4, v_width=3, itemsize=2)
-IDENTITY = KvIdentity("model", "r1", None, "float16", LAYOUT.name, 0, 2, "rope")
+IDENTITY = KvIdentity("model", "r1", None, "float16", LAYOUT.name, 0, 2, "rope", "numerics")
 UNIT = 4
 
 
@@ -254,24 +253,6 @@ class TestRun:
             _ = run.memory
         with pytest.raises(KvSafetyError, match="closed"):
             run.retain()
-        assert store.clear() == 0
-
-    def test_closed_by_two_threads_it_gives_up_one_pin(self):
-        store, often = HostStore(UNIT), sys.getswitchinterval()
-        put(store, range(16))
-        sys.setswitchinterval(1e-6)
-        try:
-            with store.open(store.lookup(IDENTITY, range(16)), 0, 16):
-                for _ in range(300):
-                    run = store.open(store.lookup(IDENTITY, range(16)), 0, 16)
-                    threads = [threading.Thread(target=run.close) for _ in range(3)]
-                    for thread in threads:
-                        thread.start()
-                    for thread in threads:
-                        thread.join()
-                assert store.clear() == 1
-        finally:
-            sys.setswitchinterval(often)
         assert store.clear() == 0
 
     @pytest.mark.parametrize(("start", "end"), [(0, 20), (-1, 8), (8, 8), (8, 4), (0, 6)])

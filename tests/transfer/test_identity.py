@@ -22,6 +22,7 @@ BASE = KvIdentity(
     tp_rank=0,
     tp_size=2,
     positional='{"rope_theta": 10000.0}',
+    numerics="sha256:1",
 )
 
 # One case for every field: a field that is added without one fails the first test.
@@ -34,6 +35,7 @@ CHANGED: dict[str, Any] = {
     "tp_rank": 1,
     "tp_size": 4,
     "positional": '{"rope_theta": 500000.0}',
+    "numerics": "sha256:2",
 }
 
 
@@ -64,6 +66,7 @@ identities = st.builds(
     tp_rank=st.just(0),
     tp_size=st.integers(1, 3),
     positional=text,
+    numerics=text,
 )
 
 
@@ -123,6 +126,7 @@ def test_no_tokens_make_an_empty_chain():
     ("change", "field"),
     [
         ({"model": ""}, "identity.model"),
+        ({"numerics": ""}, "identity.numerics"),
         ({"tp_size": 0}, "identity.tp_size"),
         ({"tp_rank": 2}, "identity.tp_rank"),
         ({"tp_rank": -1}, "identity.tp_rank"),
