@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class HostStore:
         self.unit_tokens = unit_tokens
         self.capacity_bytes = capacity_bytes
         self._allocate = allocate
+        self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # oldest use first
         self._by_digest: dict[bytes, set[int]] = {}
@@ -164,15 +166,17 @@ class HostStore:
                     break
                 tokens += self.unit_tokens
                 number = next(iter(holders))
-        return Hit(self.tier, "hit" if tokens else "miss", tokens, number)
+        return Hit(self.tier, "hit" if tokens else "miss", tokens, self._id, number)
 
     def open(self, hit: Hit, start: int, end: int) -> HostRun:
         """Pin tokens `[start, end)` of a hit for copying; close it (or leave its `with`) to let go.
 
         Raises:
-            InputError: a miss, or a range outside the hit or ending inside a unit.
+            InputError: a miss, a hit of another store, or a range outside the hit or ending inside a unit.
             StaleHitError: evicted since the lookup.
         """
+        if hit.store != self._id:
+            raise InputError("hit", "was found by another store", "one that this store's lookup returned")
         if not 0 <= start < end <= hit.tokens:
             raise InputError(
                 "tokens", f"[{start}, {end}) is not inside the hit", f"0 <= start < end <= {hit.tokens}"

@@ -41,12 +41,14 @@ class Hit:
         tier: name of the tier that holds it.
         state: `hit`, or `miss` with 0 tokens.
         tokens: whole units, counted from token 0.
+        store: which store found it: numbers of entries mean nothing to another one.
         entry: which stored prompt, for the store's own use; 0 on a miss.
     """
 
     tier: str
     state: Literal["hit", "miss"]
     tokens: int
+    store: str
     entry: int
 
 

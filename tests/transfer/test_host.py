@@ -262,6 +262,16 @@ class TestRun:
         with pytest.raises(InputError):
             store.open(store.lookup(IDENTITY, range(16)), start, end)
 
+    def test_a_hit_of_another_store_is_refused(self):
+        one, two = HostStore(UNIT), HostStore(UNIT)
+        put(one, range(16))
+        put(two, range(100, 116))
+        hit = one.lookup(IDENTITY, range(16))
+        assert hit.entry == two.lookup(IDENTITY, range(100, 116)).entry
+        with pytest.raises(InputError, match="another store"):
+            two.open(hit, 0, 16)
+        assert two.clear() == 0
+
     def test_a_miss_cannot_be_opened(self):
         store = HostStore(UNIT)
         with pytest.raises(InputError, match="tokens"):
