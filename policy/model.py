@@ -51,6 +51,14 @@ class ModelSpec:
         """Whether some layer keeps a state, which exists only where it was snapshotted."""
         return any(layer.state is not None for layer in self.layers)
 
+    def next_layer_with_kv(self, after: int) -> int | None:
+        """The first layer after `after` that has KV or state to load: the one to prefetch, None at the end."""
+        for index in range(after + 1, len(self.layers)):
+            layer = self.layers[index]
+            if layer.stores_kv and layer.kv_heads > 0:
+                return index
+        return None
+
     def kv_bytes_per_token(self, kv_dtype: str | KvFormat | None = None, tp: int = 1) -> float:
         """Bytes of KV per further token on one rank beyond all windows, all layers, indexer rows apart."""
         form = self.form(kv_dtype)

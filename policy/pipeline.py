@@ -8,6 +8,25 @@ closed form is what one can reason with, the uniform form is what a decision can
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+Where = Literal["before", "compute_thread", "own_thread"]
+
+
+def with_enqueue(
+    arrivals: Sequence[float], computes: Sequence[float], each_s: float, where: Where
+) -> tuple[list[float], list[float]]:
+    """Arrivals and computes once handing a layer's copies to the device costs `each_s`.
+
+    On a thread of its own it is one more thing that each arrival follows. On the compute thread every layer pays it
+    before its compute. Before the forward, all of it is exposed: no layer computes before the last one is enqueued.
+    """
+    if where == "own_thread":
+        return [max(arrival, (layer + 1) * each_s) for layer, arrival in enumerate(arrivals)], list(computes)
+    if where == "compute_thread":
+        return list(arrivals), [each_s + compute for compute in computes]
+    exposed = each_s * len(computes)
+    return [max(arrival, exposed) for arrival in arrivals], list(computes)
 
 
 def recurrence(arrivals: Sequence[float], computes: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Source
-from kvlane.policy.units import show_bytes, show_rate, show_seconds
+from kvlane.policy.units import LONGEST_S, show_bytes, show_rate, show_seconds
 
 Path = Literal["load", "recompute", "split"]
 Executor = Literal["bulk", "layered"]
@@ -52,7 +52,8 @@ class Request:
     run; `tail_tokens` are always computed, since logits are needed. `prefill_chunk_tokens` is the most an
     engine prefills in one pass, None for no limit. `state_checkpoints` lists, by tier or for all of them, the
     token counts after which a snapshot of recurrent state is stored there: a hit of a model with such layers ends
-    at one of them, and is worth nothing without.
+    at one of them, and is worth nothing without. `link_queue_s` is the seconds of copies already queued, by tier, on
+    the link a load would take: they are waited out first.
 
     Raises `InputError` naming the field.
     """
@@ -64,6 +65,7 @@ class Request:
     prefill_chunk_tokens: int | None = None
     tail_tokens: int = 1
     state_checkpoints: Mapping[str, Sequence[int]] | Sequence[int] = ()
+    link_queue_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
@@ -87,6 +89,15 @@ class Request:
                         f"hits.{tier}", f"{count} tokens are more than the prompt's", f"at most {prompt}"
                     )
 
+        for tier, queued in self.link_queue_s.items():
+            if (
+                isinstance(queued, bool)
+                or not isinstance(queued, (int, float))
+                or not 0 <= queued <= LONGEST_S
+            ):
+                raise InputError(
+                    f"link_queue_s.{tier}", f"is {str(queued)[:40]}", f"seconds from 0 to {LONGEST_S:g}"
+                )
         listed = self.state_checkpoints
         for tier in self.hits if isinstance(listed, Mapping) else ("",):
             for at in self.checkpoints(tier):
@@ -116,8 +127,9 @@ class Request:
 class Estimate:
     """What one path would take, in seconds, and what it would load.
 
-    `transfer_s` and `compute_s` are what copies and compute would take alone; `exposed_s` is TTFT minus
-    compute. `low_s` and `high_s` span the error band of the parameters this path depends on.
+    `transfer_s` (the queue on its link included) and `compute_s` are what copies and compute would take alone;
+    `exposed_s` is TTFT minus compute. `low_s` and `high_s` span the error band of the parameters this path
+    depends on.
     """
 
     path: Path

@@ -208,6 +208,11 @@ class Planner:
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)
+        queued_s = request.link_queue_s.get(tier, 0.0)
+        if queued_s:
+            # What is queued on the link delays every layer alike, as the latency of the transfer does.
+            link = transfer.link
+            transfer = replace(transfer, link=link.with_latency(link.latency_s + queued_s))
         band = max(self._compute_band, self._link_band(transfer.link))
         if isinstance(transfer, LayerwiseTransfer):
             return LayerwiseLane(self.cost, transfer, tier, request, band, recurrent=self.model.recurrent)

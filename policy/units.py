@@ -21,7 +21,7 @@ _AMOUNT = r"([kKMGTP]?)(i?)(B|b|[Bb]ytes?|[Bb]its?)"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
-_LONGEST_S = 1e6
+LONGEST_S = 1e6
 
 _BYTES = re.compile(rf"\s*{_NUMBER}\s*{_AMOUNT}\s*")
 _RATE = re.compile(rf"\s*{_NUMBER}\s*{_AMOUNT}\s*(?:/\s*|p)(s|ms|us|µs|ns)(?:ec)?\s*")
@@ -83,8 +83,8 @@ def parse_seconds(text: object, field: str = "time") -> float:
     """Seconds from text such as "3.3 us", "10 ms" or "1 s"; raises `InputError` naming `field`."""
     found = _match(_TIME, text, field, 'a time with its unit, such as "3.3 us"')
     seconds = _number(found[1], field, found[0]) * _SECONDS[found[2]]
-    if seconds > _LONGEST_S:
-        raise InputError(field, f"{text!r} is longer than any cost can be", f"at most {_LONGEST_S:g} s")
+    if seconds > LONGEST_S:
+        raise InputError(field, f"{text!r} is longer than any cost can be", f"at most {LONGEST_S:g} s")
     return seconds
 
 

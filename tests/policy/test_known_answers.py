@@ -1,19 +1,35 @@
-"""Right answers from public bug reports, through the public interface: bytes, usable tokens, gains, pairs.
+"""Right answers from public bug reports, through the public interface: bytes, usable tokens, gains, pairs, queues.
 
-The answers about kinds that are refused so far (latent attention, windows, hybrids) wait for those kinds; units,
-small copies and overlap stand in the tests of those parts.
+Those about other kinds of layers stand with `kvlane models`; units, small copies, fits and overlap in the tests of
+those parts.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvlane.policy import ModelSpec, PassCost, Request, decide, load_machine, load_model
+from kvlane.policy import (
+    Calibration,
+    Device,
+    Link,
+    Machine,
+    ModelSpec,
+    PassCost,
+    Planner,
+    PrefillCost,
+    Request,
+    Tier,
+    decide,
+    load_machine,
+    load_model,
+)
 from kvlane.policy.model import attention_pairs, gain_tokens, usable_tokens
+from kvlane.policy.pipeline import closed_form, with_enqueue
 
 
 @pytest.fixture
@@ -100,3 +116,50 @@ def test_an_extension_attends_over_its_cached_prefix(known: dict[str, Any]) -> N
     # The same through the price of a pass, at one second a pair.
     per_pair = PassCost(overhead_s=0.0, token_s=0.0, pair_s=1.0)
     assert per_pair.work_s(case["prefix"], case["new"]) == case["pairs"]
+
+
+def test_loads_queue_on_one_link_until_recomputing_is_sooner(known: dict[str, Any]) -> None:
+    case = known["serial_queue"]
+    model = load_model("llama-3.1-8b")
+    stored = round(case["bytes_each"] / model.kv_bytes_per_token())
+    link = Link("link", case["bytes_each"] / case["seconds_each"])
+    assert link.rate_bytes_per_s == pytest.approx(case["rate_gb_per_s"] * 1e9, rel=1e-3)
+    machine = Machine("devices", Device("one each"), {"link": link}, {"host": Tier("host", "link")}, ())
+    per_token = PassCost(0.0, case["with_recompute_s"] / (stored + 1), 0.0)
+    fit = Calibration(PrefillCost(32, per_token, per_token), 0.01, "given")
+    planner = Planner(model, machine, calibration=fit, tie_margin=0.0)
+    queued, loads, paths = 0.0, [], []
+    for _ in range(case["requests"]):
+        plan = planner.decide(Request(stored + 1, {"host": stored}, link_queue_s={"host": queued}))
+        load = plan.estimates["load"]
+        assert load is not None
+        loads.append(load.ttft_s)
+        paths.append(plan.path)
+        queued += case["seconds_each"]
+    assert loads[-1] == pytest.approx(case["last_s"], rel=1e-3)
+    assert sum(loads) / len(loads) == pytest.approx(case["mean_s"], rel=1e-3)
+    later = case["requests"] - case["load_first"]
+    assert paths == ["load"] * case["load_first"] + ["recompute"] * later
+
+
+def test_enqueueing_before_the_forward_is_exposed_whole(known: dict[str, Any]) -> None:
+    case = known["enqueue_on_critical_thread"]
+    layers, each_s = case["layers"], case["pools"] * case["ms_each"] / 1e3
+    copies, computes = [0.0] * layers, [1e-3] * layers
+    plain = closed_form(copies, computes)
+    exposed = closed_form(*with_enqueue(copies, computes, each_s, "before")) - plain
+    assert exposed * 1e3 == pytest.approx(case["exposed_ms"])
+    # Spread over the compute thread it costs as much; on its own thread only the last layers wait.
+    on_compute = closed_form(*with_enqueue(copies, computes, each_s, "compute_thread")) - plain
+    assert on_compute == pytest.approx(exposed)
+    assert closed_form(*with_enqueue(copies, computes, each_s, "own_thread")) < plain + exposed
+
+
+def test_what_is_prefetched_is_the_next_layer_with_kv(known: dict[str, Any]) -> None:
+    case = known["next_layer_with_kv"]
+    attention = load_model("llama-3.1-8b").layers[0]
+    mamba = next(layer for layer in load_model("nemotron-3-nano-30b-a3b").layers if layer.kind == "mamba")
+    kinds = {"attention": attention, "mamba": mamba}
+    model = replace(load_model("llama-3.1-8b"), layers=tuple(kinds[kind] for kind in case["layers"]))
+    assert model.next_layer_with_kv(case["after"]) == case["prefetch"]
+    assert model.next_layer_with_kv(case["prefetch"]) is None
