@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 
 import numpy as np
@@ -87,6 +88,7 @@ class HostStore:
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # oldest use first
         self._by_digest: dict[bytes, set[int]] = {}
+        self._writing: set[bytes] = set()  # last digests of the prompts that are being put
         self._next_number = 1
         self._used_bytes = 0
         self._bytes_moved = 0
@@ -106,9 +108,12 @@ class HostStore:
     def put(
         self, identity: KvIdentity, token_ids: TokenIds, layout: KvLayout, layers: Iterable[LayerKv]
     ) -> int:
-        """Store a prompt's whole units; returns how many tokens are now stored (0 below one unit).
+        """Store a prompt's whole units; returns how many tokens are now stored.
 
-        A prompt that is already stored is only marked as used.
+        A prompt that is already stored is only marked as used. 0 tokens are below one unit, or of a prompt that another
+        call is storing right now: nothing is read then. What has to go to make room goes once the first layer has been
+        read and found right; the memory of the new entry is never held beside it, so a put that fails later has cost
+        the entries it took the place of.
 
         Args:
             identity: what the KV belongs to; `identity.layout` must be `layout.name`.
@@ -134,22 +139,40 @@ class HostStore:
             if holders:
                 self._entries.move_to_end(next(iter(holders)))
                 return tokens
+            if digests[-1] in self._writing:
+                return 0
+            self._writing.add(digests[-1])
+        try:
+            memory = self._write(region, layers)
+            # Published only now: until here no index knows the entry, so no reader can find it half written.
+            with self._lock:
+                entry = _Entry(self._next_number, identity, ids, digests, region, memory)
+                self._next_number += 1
+                self._entries[entry.number] = entry
+                for digest in digests:
+                    self._by_digest.setdefault(digest, set()).add(entry.number)
+        finally:
+            with self._lock:
+                self._writing.discard(digests[-1])
+        return tokens
+
+    def _write(self, region: KvRegion, layers: Iterable[LayerKv]) -> HostBytes:
+        """The layers in memory that has been reserved for them."""
+        rows = _checked(region, layers)
+        first = next(rows)
+        with self._lock:
             self._reserve(region.nbytes)
         try:
             memory = self._allocate(region.nbytes)
-            _write(memory, region, layers)
+            for layer, (keys, values) in enumerate(chain((first,), rows)):
+                split, after = region.value_offset(layer), region.key_offset(layer + 1)
+                np.copyto(memory[region.key_offset(layer) : split], keys)
+                np.copyto(memory[split:after], values)
         except BaseException:
             with self._lock:
                 self._used_bytes -= region.nbytes
             raise
-        # Published only now: until here no index knows the entry, so no reader can find it half written.
-        with self._lock:
-            entry = _Entry(self._next_number, identity, ids, digests, region, memory)
-            self._next_number += 1
-            self._entries[entry.number] = entry
-            for digest in digests:
-                self._by_digest.setdefault(digest, set()).add(entry.number)
-        return tokens
+        return memory
 
     def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit:
         """The longest stored prefix of a prompt, in whole units; also a part of a longer or different prompt's.
@@ -321,27 +344,27 @@ class HostRun:
         self.close()
 
 
-def _write(memory: HostBytes, region: KvRegion, layers: Iterable[LayerKv]) -> None:
-    layout = region.layout
-    tokens = region.capacity_tokens
-    written = 0
-    for layer, (keys, values) in enumerate(layers):
-        if layer == layout.layers:
+def _checked(region: KvRegion, layers: Iterable[LayerKv]) -> Iterator[LayerKv]:
+    """The layers, each as long as its place in the region; read to their end, and refused if there are not as many."""
+    layout, tokens = region.layout, region.capacity_tokens
+    read = 0
+    for keys, values in layers:
+        if read == layout.layers:
             raise InputError("layers", "holds more layers than the layout", str(layout.layers))
-        _write_run(memory, region.key_offset(layer), keys, tokens * layout.k_bytes_per_token, "keys", layer)
-        _write_run(
-            memory, region.value_offset(layer), values, tokens * layout.v_bytes_per_token, "values", layer
+        yield (
+            _part(keys, tokens * layout.k_bytes_per_token, "keys", read),
+            _part(values, tokens * layout.v_bytes_per_token, "values", read),
         )
-        written += 1
-    if written < layout.layers:
-        raise InputError("layers", f"holds {written} layers", str(layout.layers))
+        read += 1
+    if read < layout.layers:
+        raise InputError("layers", f"holds {read} layers", str(layout.layers))
 
 
-def _write_run(memory: HostBytes, offset: int, source: HostBytes, nbytes: int, what: str, layer: int) -> None:
+def _part(source: HostBytes, nbytes: int, what: str, layer: int) -> HostBytes:
     if source.dtype != np.uint8 or source.ndim != 1:
         raise InputError(
             "layers", f"{what} of layer {layer} are {source.dtype}[{source.ndim}d]", "flat bytes"
         )
     if source.size < nbytes:
         raise InputError("layers", f"{what} of layer {layer} are {source.size} bytes", f"at least {nbytes}")
-    np.copyto(memory[offset : offset + nbytes], source[:nbytes])
+    return source[:nbytes]

@@ -116,7 +116,12 @@ class Store(Protocol):
 
     def put(
         self, identity: KvIdentity, token_ids: TokenIds, layout: KvLayout, layers: Iterable[LayerKv]
-    ) -> int: ...
+    ) -> int:
+        """Store a prompt's whole units; returns how many tokens are now stored.
+
+        Each layer is copied before the next is asked for, and `layers` is read to its end before any of it can be
+        found: a source that changes meanwhile has the chance to raise.
+        """
 
     def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit: ...
 

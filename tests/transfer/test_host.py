@@ -131,6 +131,54 @@ class TestPut:
         assert store.lookup(IDENTITY, range(16)).state == "miss"
         assert put(store, range(16)) == 16
 
+    def test_that_fails_in_its_first_layer_has_dropped_nothing(self):
+        store = HostStore(UNIT, capacity_bytes=16 * LAYOUT.bytes_per_token)
+        put(store, range(16))
+
+        def changed():
+            raise OSError("source changed")
+            yield
+
+        with pytest.raises(OSError, match="source changed"):
+            store.put(IDENTITY, range(100, 116), LAYOUT, changed())
+        for rows in ([], list(kv_of(range(8)))):
+            with pytest.raises(InputError, match="layers"):
+                store.put(IDENTITY, range(100, 116), LAYOUT, rows)
+        assert store.lookup(IDENTITY, range(16)).tokens == 16
+
+    def test_of_a_prompt_that_is_being_put_reads_and_stores_nothing(self):
+        store = HostStore(UNIT)
+        second: list[int] = []
+
+        def unread():
+            raise AssertionError("it was read")
+            yield
+
+        def rows():
+            for layer in kv_of(range(16)):
+                thread = threading.Thread(target=again)
+                thread.start()
+                thread.join()
+                yield layer
+
+        def again():
+            # Also where the prompts differ after their last whole unit.
+            second.append(store.put(IDENTITY, range(18), LAYOUT, unread()))
+            second.append(store.used_bytes)
+
+        assert store.put(IDENTITY, range(16), LAYOUT, rows()) == 16
+        one = 16 * LAYOUT.bytes_per_token
+        assert second == [0, 0, 0, one, 0, one]
+        assert store.used_bytes == one
+        assert put(store, range(16)) == 16
+
+    def test_again_after_one_that_failed_stores(self):
+        store = HostStore(UNIT)
+        for rows in ([], list(kv_of(range(16)))[:2]):
+            with pytest.raises(InputError):
+                store.put(IDENTITY, range(16), LAYOUT, rows)
+        assert put(store, range(16)) == 16
+
     def test_below_one_unit_stores_nothing(self):
         store = HostStore(UNIT)
         assert put(store, range(UNIT - 1)) == 0
