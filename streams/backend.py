@@ -81,7 +81,10 @@ class Backend(Protocol):
     # The device.
 
     def stream(self, name: str) -> Stream:
-        """A new copy stream."""
+        """A new copy stream; `release` it when it is no longer needed."""
+
+    def release(self, stream: Stream) -> None:
+        """Take no more work on a copy stream; what it was given still runs. Returns at once, also when repeated."""
 
     def event(self) -> Event: ...
 

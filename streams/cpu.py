@@ -170,8 +170,14 @@ class CpuBackend:
         with self._lock:
             self._check_open()
             stream = CpuStream(name)
+            self._streams = [s for s in self._streams if s.thread.is_alive()]
             self._streams.append(stream)
             return stream
+
+    def release(self, stream: Stream) -> None:
+        # Its thread ends by itself. Until it has, `close` still waits for it.
+        assert isinstance(stream, CpuStream), "only a copy stream is released"
+        stream.finish()
 
     def event(self) -> Event:
         return CpuEvent()

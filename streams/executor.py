@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 Mode: TypeAlias = Literal["bulk", "layered"]
 
 DEFAULT_DEADLINE_S = 60.0
+MAX_DEADLINE_S = 1e6
+"""Eleven days, below what every clock and lock can wait: a load without a deadline could hold its memory for ever."""
+
+
+def check_deadline(deadline_s: float) -> None:
+    """Raises InputError for a time that is not positive, or longer than can be waited."""
+    if not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise InputError(
+            "deadline_s", f"is {deadline_s}", f"a positive time of at most {MAX_DEADLINE_S:.0f} s"
+        )
 
 
 class LoadError(RuntimeError):
@@ -313,11 +323,20 @@ class LayerPass:
 
 
 class LayerExecutor:
-    """Starts loads on one copy stream of a backend, which it makes."""
+    """Starts loads on one copy stream of a backend, which it makes. Methods may be called from any thread."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._stream = backend.stream("copy")
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the stream back; returns at once. Copies it was given still run, and their loads settle.
+
+        A load whose layers are not all enqueued yet fails at the first that is not.
+        """
+        self._closed = True
+        self._backend.release(self._stream)
 
     def submit(
         self,
@@ -339,16 +358,19 @@ class LayerExecutor:
             deadline_s: from now; a layer that has not arrived by then is given up.
 
         Raises:
-            InputError: a mode that does not exist, a deadline that is not positive, a run that does not fit.
+            InputError: a mode that does not exist, a deadline that is not positive or above `MAX_DEADLINE_S`, a run
+                that does not fit.
+            KvSafetyError: the executor or its backend is closed.
         """
         if mode not in ("bulk", "layered"):
             raise InputError("mode", f"is {mode!r}", "bulk or layered")
-        if not deadline_s > 0:
-            raise InputError("deadline_s", f"is {deadline_s}", "a positive time")
+        check_deadline(deadline_s)
         if source.region.layout != region.layout:
             raise InputError("layout", f"{source.region.layout.name} is stored", region.layout.name)
         if source.end > region.capacity_tokens:
             raise InputError("source.end", f"is {source.end}", f"at most {region.capacity_tokens} tokens")
+        if self._closed:
+            raise KvSafetyError("the executor is closed")
         return LayerLoad(
             self._backend, self._stream, source, destination, region, mode=mode, deadline_s=deadline_s
         )

@@ -50,6 +50,9 @@ def probe_link(
             raise failure
         return backend.time_of(ended) - backend.time_of(began)
 
-    return probe_series(
-        measure, copy_bytes, series_bytes=series_bytes, reps=reps, budget_s=budget_s, clock=backend.now
-    )
+    try:
+        return probe_series(
+            measure, copy_bytes, series_bytes=series_bytes, reps=reps, budget_s=budget_s, clock=backend.now
+        )
+    finally:
+        backend.release(stream)

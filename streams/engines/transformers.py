@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from kvlane.streams.engines.transformers_model import (
     decoder_layers,
     identity_of,
     layout_of,
+    watched,
 )
 from kvlane.streams.executor import (
     DEFAULT_DEADLINE_S,
@@ -37,6 +38,7 @@ from kvlane.streams.executor import (
     LayerTiming,
     LoadError,
     Mode,
+    check_deadline,
 )
 from kvlane.transfer.identity import EncodedIds, TokenIds, encode_token_ids
 from kvlane.transfer.store import KvSafetyError, LayerKv, Store, StoredRun
@@ -77,8 +79,8 @@ class TransformersEngine:
     """Prefills one prompt at a time on a model whose KV it holds.
 
     The block remembers which token ids its KV was computed from, so `resident` can only name what is really there,
-    and `save` can store it only under the ids that it belongs to. One call at a time: `prefill`, `poison` and `save`
-    raise `KvSafetyError` while another of them runs.
+    and `save` can store it only under the ids that it belongs to. One call at a time: `prefill`, `poison`, `save` and
+    `close` raise `KvSafetyError` while another of them runs.
 
     Args:
         model: a decoder in eval mode; it is not changed, apart from hooks while a prefill runs.
@@ -116,6 +118,15 @@ class TransformersEngine:
         self._load: LayerLoad | None = None
         self._busy = threading.Lock()
         self._generation = 0  # goes up before the block is written
+
+    def close(self) -> None:
+        """Give the copy stream back; loads are refused from then on. The backend stays open.
+
+        Raises:
+            KvSafetyError: the engine is in use.
+        """
+        with self._alone("close"):
+            self._executor.close()
 
     @property
     def capacity_tokens(self) -> int:
@@ -226,7 +237,7 @@ class TransformersEngine:
 
         Raises:
             InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
-                model, prompt or range, a model in training mode, autocast.
+                model, prompt or range, a model in training mode, autocast, a deadline that cannot be waited for.
             LoadError: a layer did not arrive. The block then holds the resident tokens only.
             KvSafetyError: the engine is in use.
         """
@@ -248,6 +259,7 @@ class TransformersEngine:
         deadline_s: float,
     ) -> PrefillResult:
         self._check_model()
+        check_deadline(deadline_s)
         past = self._check_request(ids, resident, load)
         self._settle(deadline_s)
         self._keep(resident)
@@ -316,7 +328,7 @@ class TransformersEngine:
         cache_layers = [_CacheLayer(self.kv, layer, past, steps.ready) for layer in range(self.layout.layers)]
         arguments: dict[str, Any] = {self._cache_argument: Cache(layers=list(cache_layers))}
         inputs = torch.from_numpy(new_ids.astype(np.int64)).unsqueeze(0).to(self.model.device)
-        with torch.inference_mode(), _watched(self._decoder_layers, steps):
+        with torch.inference_mode(), watched(self._decoder_layers, steps):
             steps.before()
             # No mask: without one the model derives causality from the cache's length, and may use a kernel for it.
             output = self.model(input_ids=inputs, use_cache=True, logits_to_keep=1, **arguments)
@@ -378,20 +390,3 @@ class _CacheLayer(CacheLayerMixin):
             raise KvSafetyError(f"layer {self._layer} asked for its KV {self._updates} times in one pass")
         if self._length != length:
             raise KvSafetyError(f"layer {self._layer} holds {self._length} of {length} tokens")
-
-
-@contextmanager
-def _watched(decoder_layers: torch.nn.ModuleList, steps: LayerPass) -> Iterator[None]:
-    """Tell the pass when each decoder layer begins and ends, while this is open."""
-    with ExitStack() as hooks:
-        for index, module in enumerate(decoder_layers):
-
-            def begin(*_: Any, layer: int = index) -> None:
-                steps.begin(layer)
-
-            def end(*_: Any, layer: int = index) -> None:
-                steps.end(layer)
-
-            hooks.callback(module.register_forward_pre_hook(begin).remove)
-            hooks.callback(module.register_forward_hook(end).remove)
-        yield

@@ -1,16 +1,19 @@
-"""What a transformers model is to its KV: which kinds run, how their KV is laid out, and what identifies it."""
+"""What a transformers model is to its KV: which kinds run, how their KV lies, what identifies it, where layers begin."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvlane.policy.errors import InputError
+from kvlane.streams.executor import LayerPass
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout
 
@@ -115,6 +118,23 @@ def cache_argument(model: PreTrainedModel) -> str:
         if name in parameters:
             return name
     raise InputError("model", "takes no cache", "a forward with `cache` or `past_key_values`")
+
+
+@contextmanager
+def watched(decoder_layers: torch.nn.ModuleList, steps: LayerPass) -> Iterator[None]:
+    """Tell the pass when each decoder layer begins and ends, while this is open."""
+    with ExitStack() as hooks:
+        for index, module in enumerate(decoder_layers):
+
+            def begin(*_: Any, layer: int = index) -> None:
+                steps.begin(layer)
+
+            def end(*_: Any, layer: int = index) -> None:
+                steps.end(layer)
+
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(end).remove)
+        yield
 
 
 def _numerics(config: Any) -> str:

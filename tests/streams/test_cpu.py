@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -257,6 +258,31 @@ class TestThreads:
             device, host = backend.device_bytes(8), backend.host_bytes(8)
             done = [copy(backend, stream, device, host, whole(8)) for _ in range(5)]
         assert all(backend.fired(event) for event in done)
+
+    def test_of_a_released_stream_ends_once_its_work_is_done(self, kit):
+        with kit.StuckBackend(layer=1) as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(8), backend.host_bytes(8)
+            done = copy(backend, stream, device, host, [CopyDescriptor(1, 0, 0, 8)])
+            backend.release(stream)
+            backend.release(stream)
+            with pytest.raises(KvSafetyError, match="closed"):
+                copy(backend, stream, device, host, whole(8))
+            assert not backend.fired(done)
+            backend.go.set()
+            stream.thread.join(10)
+            assert not stream.thread.is_alive()
+            assert backend.fired(done)
+
+
+def test_a_probe_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    with CpuBackend() as backend:
+        for copies in (1, 0):
+            with pytest.raises(InputError) if copies == 0 else nullcontext():
+                probe_link(backend, (MIB,), working_set_bytes=MIB, reps=copies)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+        assert set(threading.enumerate()) == before
 
 
 def test_a_probe_finds_the_links_rate():

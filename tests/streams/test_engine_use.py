@@ -184,6 +184,28 @@ def test_a_pass_in_which_a_layer_asks_for_its_kv_twice_gives_no_token(kit, engin
     assert engine.held_tokens == 0
 
 
+@pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_that_cannot_be_waited_for_is_refused(kit, engine, deadline_s):
+    with pytest.raises(InputError, match="deadline_s"):
+        engine.prefill(kit.ids(TOKENS), deadline_s=deadline_s)
+
+
+def test_a_closed_engine_has_no_thread_and_loads_nothing(kit):
+    ids, store, before = kit.ids(TOKENS), HostStore(kit.unit), set(threading.enumerate())
+    with CpuBackend() as backend:
+        engine = kit.engine(kit.model(), backend)
+        engine.prefill(ids)
+        engine.save(store, ids, TOKENS)
+        engine.close()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+        assert set(threading.enumerate()) == before
+        hit = store.lookup(engine.identity, ids)
+        with store.open(hit, 0, 32) as run, pytest.raises(KvSafetyError, match="closed"):
+            engine.prefill(ids, load=run)
+        assert store.clear() == 0
+
+
 class TestModelState:
     """What the identity says of the model has to hold at every prefill, not only at the first."""
 

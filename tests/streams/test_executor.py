@@ -278,6 +278,8 @@ class TestSubmit:
             ("mode", {"mode": "two_ended"}),
             ("deadline_s", {"deadline_s": 0}),
             ("deadline_s", {"deadline_s": float("nan")}),
+            ("deadline_s", {"deadline_s": float("inf")}),
+            ("deadline_s", {"deadline_s": 1e300}),
         ],
     )
     def test_bad_options_are_refused(self, field, options):
@@ -307,6 +309,55 @@ class TestSubmit:
             executor.submit(run, memory, REGION, mode="layered")
         assert store.clear() == 0
         assert threading.active_count() == before
+
+    @pytest.mark.parametrize("mode", ["bulk", "layered"])
+    def test_closing_lets_loads_settle_and_refuses_the_next(self, kit, mode):
+        store, _ = filled_store()
+        before = set(threading.enumerate())
+        with kit.StuckBackend(layer=1) as backend, open_all(store) as run:
+            memory = backend.device_bytes(REGION.nbytes)
+            executor = LayerExecutor(backend)
+            load = executor.submit(run, memory, REGION, mode=mode)
+            load.hold(0)
+            executor.close()
+            executor.close()
+            assert not load.settled
+            with pytest.raises(KvSafetyError, match="closed"):
+                executor.submit(run, memory, REGION, mode=mode)
+            backend.go.set()
+            assert load.settle(10)
+            for thread in set(threading.enumerate()) - before:
+                thread.join(10)
+            # The backend is open, and the executor's thread is gone.
+            assert set(threading.enumerate()) == before
+            submit(backend, run, memory).finish()
+        assert store.clear() == 0
+
+    def test_closing_before_a_layer_is_enqueued_fails_the_load_there(self, monkeypatch):
+        store, _ = filled_store()
+        reached, closed = threading.Event(), threading.Event()
+        enqueue = LayerLoad._enqueue
+
+        def interrupted(self, layer):
+            if layer == 2:
+                reached.set()
+                closed.wait(10)
+            enqueue(self, layer)
+
+        monkeypatch.setattr(LayerLoad, "_enqueue", interrupted)
+        with CpuBackend() as backend, open_all(store) as run:
+            executor = LayerExecutor(backend)
+            load = executor.submit(run, backend.device_bytes(REGION.nbytes), REGION, mode="layered")
+            assert reached.wait(10)
+            load.hold(1)
+            executor.close()
+            closed.set()
+            with pytest.raises(LoadError, match="closed") as caught:
+                load.finish()
+            assert caught.value.layer == 2
+            assert load.settle(10)
+            assert run.bytes_moved == 2 * TOKENS * LAYOUT.layer_bytes_per_token
+        assert store.clear() == 0
 
     def test_a_pass_that_left_a_layer_out_gives_no_report(self):
         with CpuBackend() as backend:
