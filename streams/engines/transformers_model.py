@@ -1,4 +1,4 @@
-"""What a transformers model is to its KV: which kinds run, how their KV lies, what identifies it, where layers begin."""
+"""A transformers model seen from its KV: which kinds run, how KV lies, what identifies it, what its layers are."""
 
 from __future__ import annotations
 
