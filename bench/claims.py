@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import Outcome
+from kvlane.bench.scenarios import UNIT_TOKENS, Outcome
 
 # The compute thread must have had a core for this share of its time, or nothing measured at two moments compares.
 BUSY_BELOW = 0.9
@@ -62,7 +62,7 @@ def _predicted(report: Report) -> Claim:
     worst, beyond = 0.0, False
     for outcome in report.outcomes:
         off = abs(outcome.condition.predicted_s - outcome.median_s)
-        bare = outcome.condition.load_tokens > 0 and report.scenario.suffix_tokens <= 16
+        bare = outcome.condition.path == "load" and report.scenario.suffix_tokens <= UNIT_TOKENS
         allowed = _BARE_SUFFIX_WITHIN if bare else _PREDICTED_WITHIN
         beyond = beyond or off > max(allowed * outcome.median_s, _PREDICTED_WITHIN_S)
         worst = max(worst, off / outcome.median_s)

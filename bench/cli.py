@@ -46,7 +46,7 @@ def reproduce(
     """The 12,370-token result on this CPU: recompute, load in bulk, load by layer, and the policy's choice."""
     try:
         # The only place that needs torch and transformers, both of them extras.
-        from kvlane.bench.reproduce import Options, reproduce
+        from kvlane.bench.reproduce import Options, check, reproduce
         from kvlane.bench.results import write
         from kvlane.bench.scenarios import WrongAnswerError
         from kvlane.bench.shape import Shape
@@ -62,6 +62,7 @@ def reproduce(
         ),
         link_bytes_per_s=rate,
     )
+    check(options)
     write_check(out)
     try:
         reproduction = reproduce(options)

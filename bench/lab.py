@@ -86,6 +86,11 @@ class Lab:
             model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
         )
         self._copier = LayerExecutor(self.backend)
+        self.deadline_s = LOAD_DEADLINE_S
+        if link_bytes_per_s is not None:
+            # The longest load there can be here, and as much again for a busy machine.
+            longest = capacity_tokens * self.engine.layout.bytes_per_token / link_bytes_per_s
+            self.deadline_s = max(LOAD_DEADLINE_S, 2 * longest)
         self.computing_s = 0.0
         self.on_core_s = 0.0
 
@@ -99,7 +104,7 @@ class Lab:
 
     def keep(self, store: HostStore, ids: Ids, tokens: int) -> None:
         """Store the first tokens of a prompt whose KV the engine holds."""
-        store.put(self.engine.identity, ids[:tokens], self.engine.layout, self.engine.layer_bytes(0, tokens))
+        self.engine.save(store, ids, tokens)
 
     def recompute(self, ids: Ids) -> Answer:
         """Answer without any stored KV."""
@@ -113,7 +118,7 @@ class Lab:
         hit = store.lookup(self.engine.identity, ids)
         with store.open(hit, 0, end) as run:
             result = self.engine.prefill(
-                ids, load=run, mode=executor, submitted_s=submitted, deadline_s=LOAD_DEADLINE_S
+                ids, load=run, mode=executor, submitted_s=submitted, deadline_s=self.deadline_s
             )
             return Answer(result, run.bytes_moved)
 
@@ -134,7 +139,7 @@ class Lab:
                 load=run,
                 mode=planner.executor,
                 submitted_s=submitted,
-                deadline_s=LOAD_DEADLINE_S,
+                deadline_s=self.deadline_s,
             )
             return Answer(result, run.bytes_moved, plan)
 
@@ -159,7 +164,7 @@ class Lab:
             return
         with store.open(hit, 0, loaded) as run:
             self.engine.prefill(
-                ids[: max(end, loaded + 1)], load=run, mode="bulk", deadline_s=LOAD_DEADLINE_S
+                ids[: max(end, loaded + 1)], load=run, mode="bulk", deadline_s=self.deadline_s
             )
 
     def sample_prefill(
@@ -172,10 +177,10 @@ class Lab:
 
     def _compute(self, ids: Ids, resident: int) -> PrefillResult:
         """A pass that waits for nothing: what it takes beyond its time on a core, others had of the machine."""
-        began = time.thread_time()
+        began, began_on_core = self.backend.now(), time.thread_time()
         result = self.engine.prefill(ids, resident=resident)
-        self.on_core_s += time.thread_time() - began
-        self.computing_s += result.total_s
+        self.on_core_s += time.thread_time() - began_on_core
+        self.computing_s += self.backend.now() - began
         return result
 
     def sample_transfer(self, store: HostStore, ids: Ids, end: int) -> TransferSample:
@@ -210,7 +215,7 @@ class Lab:
         with store.open(hit, 0, end) as run:
             began = self.backend.now()
             load = self._copier.submit(
-                run, self.engine.kv.memory, self.engine.kv.region, mode="bulk", deadline_s=LOAD_DEADLINE_S
+                run, self.engine.kv.memory, self.engine.kv.region, mode="bulk", deadline_s=self.deadline_s
             )
             load.finish()
         arrivals = tuple(self.backend.time_of(event) - began for event in load.arrived)

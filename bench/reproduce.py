@@ -111,8 +111,7 @@ def reproduce(options: Options) -> Reproduction:
 
     Raises `InputError` for sizes that cannot be run here, `WrongAnswerError` when any path's answer differs.
     """
-    _check_memory(options)
-    _check_link(options)
+    check(options)
     torch.set_num_threads(1)
     # The copies' thread must not wait 5 ms for the interpreter while the compute thread runs Python.
     sys.setswitchinterval(5e-4)
@@ -271,6 +270,12 @@ def _total_work(spec: ModelSpec, options: Options) -> float:
     ]
     passes += measured * options.reps
     return sum(spec.prefill_flop(resident, new) for resident, new in passes)
+
+
+def check(options: Options) -> None:
+    """Raises `InputError` for what this machine cannot run, before anything has begun."""
+    _check_memory(options)
+    _check_link(options)
 
 
 def _check_memory(options: Options) -> None:

@@ -19,6 +19,8 @@ from kvlane.transfer.probe import CopySample
 
 # Smaller copies than a layer's come from the interpreter's speed, not the link's.
 _SMALLEST_PROBED_BYTES = 4 << 20
+# A paced link is never faster than its pace; a fit that says so by more than this has fitted noise.
+_PACE_MARGIN = 1.05
 
 Tick = Callable[[str, float], None]
 """Called after each step: what it was, and its share of the work (FLOP)."""
@@ -88,12 +90,15 @@ class Tuner:
             samples.append(lab.sample_transfer(self.store, self.ids, length))
             self.tick(f"calibrating the link on {length:,} tokens", 0.0)
         origin = f"{len(samples)} transfers measured on this machine"
+        pace = lab.backend.link_bytes_per_s
         try:
-            return fit_link("host link", samples, origin)
+            fit = fit_link("host link", samples, origin)
         except InputError:
-            pace = lab.backend.link_bytes_per_s
             if pace is None:
                 raise
+            fit = None
+        if fit is None or (pace is not None and fit.link.rate_bytes_per_s > pace * _PACE_MARGIN):
+            assert pace is not None
             # Loads so small that the machine's pauses hide their sizes; the rate they are paced at is known.
             over = statistics.median(
                 max(0.0, sample.seconds - sample.bytes / pace) / sample.copies for sample in samples
@@ -102,6 +107,7 @@ class Tuner:
             measured = [sample.copies * over + sample.bytes / pace for sample in samples]
             error = max(abs(s / sample.seconds - 1) for s, sample in zip(measured, samples, strict=True))
             return LinkFit(link, error)
+        return fit
 
     def planner(
         self, prompt_tokens: int, fresh: PassSamples, extend: PassSamples, link: LinkFit, executor: Executor

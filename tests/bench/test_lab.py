@@ -239,6 +239,16 @@ class TestAlone:
         bound = AloneTimes(tuple(arrivals), lead, tuple(computes), head).bound_s
         assert bound == pytest.approx(max(chains) + head)
 
+    def test_of_several_measurements_the_fastest_of_each_layer_bounds(self):
+        times = [
+            AloneTimes((1.0, 2.0, 9.0), 0.5, (1.0, 4.0, 1.0), 0.3),
+            AloneTimes((1.5, 1.8, 3.0), 0.4, (2.0, 1.0, 1.0), 0.2),
+        ]
+        least = AloneTimes((1.0, 1.8, 3.0), 0.4, (1.0, 1.0, 1.0), 0.2)
+        assert AloneTimes.fastest(times) == AloneTimes.fastest(times[::-1]) == least
+        assert AloneTimes.fastest(times[:1]) == times[0]
+        assert least.bound_s <= min(each.bound_s for each in times)
+
 
 class TestSamples:
     @pytest.mark.parametrize("end", [16, 64, 128])
