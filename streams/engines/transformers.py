@@ -163,7 +163,7 @@ class TransformersEngine:
             StoreFullError: see `Store.put`.
         """
         with self._alone("save"):
-            if tokens < 0 or not self.holds(token_ids, tokens):
+            if not self.holds(token_ids, tokens):
                 raise InputError("tokens", f"the first {tokens} of this prompt are not held")
             # The ids that the KV was computed from: what the caller does to its own while this runs is no matter.
             return store.put(self.identity, self._held[:tokens], self.layout, self.layer_bytes(0, tokens))

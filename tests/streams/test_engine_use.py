@@ -107,14 +107,20 @@ class TestKvThatChanges:
             engine.poison()
 
     def test_before_it_is_read_is_not_stored(self, kit, engine, change):
-        ids, store = kit.ids(TOKENS), HostStore(kit.unit)
+        ids, earlier = kit.ids(TOKENS), kit.ids(TOKENS, seed=3)
+        room = TOKENS * engine.layout.bytes_per_token
+        store = HostStore(kit.unit, room)
+        engine.prefill(earlier)
+        engine.save(store, earlier, TOKENS)
         engine.prefill(ids)
         rows = engine.layer_bytes(0, TOKENS)
         self.change(kit, engine, change)
         with pytest.raises(KvSafetyError, match="changed"):
             store.put(engine.identity, ids, engine.layout, rows)
         assert store.lookup(engine.identity, ids).state == "miss"
-        assert store.used_bytes == 0
+        # Noticed before anything had to make room for it.
+        assert store.lookup(engine.identity, earlier).tokens == TOKENS
+        assert store.used_bytes == room
 
     @pytest.mark.parametrize("layer", range(4))
     def test_while_a_layer_is_read_is_not_stored(self, kit, engine, change, layer):
@@ -170,7 +176,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(kit, engine, call, mon
     calls[call]()
 
 
-def test_a_pass_in_which_a_layer_asks_for_its_kv_twice_gives_no_token(kit, engine, monkeypatch):
+def test_a_pass_in_which_a_layer_takes_its_kv_twice_or_not_whole_gives_no_token(kit, engine, monkeypatch):
     ids = kit.ids(TOKENS)
     update = adapter._CacheLayer.update
 
@@ -178,10 +184,14 @@ def test_a_pass_in_which_a_layer_asks_for_its_kv_twice_gives_no_token(kit, engin
         update(self, keys, values)
         return update(self, keys, values, *args, **kwargs)
 
-    monkeypatch.setattr(adapter._CacheLayer, "update", twice)
-    with pytest.raises(KvSafetyError, match="2 times"):
-        engine.prefill(ids)
-    assert engine.held_tokens == 0
+    def a_token_short(self, keys, values, *args, **kwargs):
+        return update(self, keys[:, :, 1:], values[:, :, 1:], *args, **kwargs)
+
+    for wrong, match in ((twice, "2 times"), (a_token_short, f"{TOKENS - 1} of {TOKENS}")):
+        monkeypatch.setattr(adapter._CacheLayer, "update", wrong)
+        with pytest.raises(KvSafetyError, match=match):
+            engine.prefill(ids)
+        assert engine.held_tokens == 0
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan")])
