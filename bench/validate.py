@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvlane.bench.validate_predict import Efficiencies, Profiles, Task, predict, task_of
+from kvlane.bench.validate_predict import Profiles, Task, predict, task_of
 from kvlane.bench.validate_profiles import APART, Fits
 from kvlane.bench.validate_rows import Row, read
 from kvlane.bench.validate_setup import UnpredictableError
@@ -85,7 +86,7 @@ class Validation:
     def coverage(self) -> tuple[int, int]:
         """Usable rows of kinds A and B that were predicted, and all of them."""
         predicted = sum(row.task.row.kind != "C" for row in self.scored)
-        return predicted, predicted + sum(row.kind != "C" for row, _ in self.left_out)
+        return predicted, predicted + sum(row.usable and row.kind != "C" for row, _ in self.left_out)
 
 
 def validate(path: Path, *, within: bool = False, leave_out: bool = False) -> Validation:
@@ -94,11 +95,11 @@ def validate(path: Path, *, within: bool = False, leave_out: bool = False) -> Va
     `within` calibrates each source on some of its own rows; `leave_out` refits the efficiencies without each source
     and predicts it.
     """
-    tasks, left_out = _tasks(read(path))
-    scored = tuple(_score(tasks, Profiles()))
+    scored, left_out = _scored(read(path))
+    tasks = [row.task for row in scored]
     return Validation(
         path=path,
-        scored=scored,
+        scored=tuple(scored),
         left_out=tuple(left_out),
         pairs=tuple(_pairs(scored)),
         within=tuple(within_source(tasks, Profiles())) if within else None,
@@ -108,7 +109,7 @@ def validate(path: Path, *, within: bool = False, leave_out: bool = False) -> Va
 
 def fitted(path: Path) -> Fits:
     """Efficiencies fitted to the usable rows of a CSV; raises `InputError` as `validate` does."""
-    return Fits(_tasks(read(path))[0])
+    return Fits([row.task for row in _scored(read(path))[0]])
 
 
 def grouped(pairs: Iterable[tuple[str, float]]) -> dict[str, Errors]:
@@ -135,20 +136,18 @@ def summary(errors: Sequence[float]) -> Errors:
     )
 
 
-def _tasks(rows: Sequence[Row]) -> tuple[list[Task], list[tuple[Row, str]]]:
-    tasks, left_out = [], []
+def _scored(rows: Sequence[Row]) -> tuple[list[Scored], list[tuple[Row, str]]]:
+    """All rows but those of context: predicted, or left out with the reason."""
+    scored, left_out = [], []
     for row in rows:
-        if not row.usable:
+        if row.context:
             continue
         try:
-            tasks.append(task_of(row))
+            task = task_of(row)
+            scored.append(Scored(task, predict(task, Profiles())))
         except UnpredictableError as reason:
             left_out.append((row, str(reason)))
-    return tasks, left_out
-
-
-def _score(tasks: Iterable[Task], source: Efficiencies) -> Iterable[Scored]:
-    return (Scored(task, predict(task, source)) for task in tasks)
+    return scored, left_out
 
 
 def _pairs(scored: Sequence[Scored]) -> Iterable[Pair]:
@@ -167,4 +166,7 @@ def _across(tasks: Sequence[Task]) -> Iterable[Scored]:
     computed = [task for task in tasks if task.method == "recompute"]
     for source in dict.fromkeys(task.row.source for task in computed):
         others = Fits([task for task in computed if task.row.source != source])
-        yield from _score([task for task in computed if task.row.source == source], others)
+        for task in computed:
+            if task.row.source == source:
+                with suppress(UnpredictableError):
+                    yield Scored(task, predict(task, others))

@@ -39,6 +39,8 @@ _HIGHEST = math.log(0.97)
 # Peak 16-bit FLOP per second and watt around which the effect of power is zero, and its prior: clocks fall under
 # load on a device whose peak asks for more power than it may draw.
 _PEAK_PER_WATT, _POWER, _POWER_SPREAD = 1e12, -0.3, 0.2
+# Within a box an all-reduce takes about ten microseconds; over a network it crosses two adapters and a cable besides.
+_BETWEEN_BOXES_S = 20e-6
 _AT_PEAK = PrefillEfficiency("", "", 1.0, 1.0, 0.0, "assumption", "")
 
 
@@ -141,7 +143,7 @@ def exchange_kind(device: Device) -> str:
     rate = device.interconnect_bytes_per_s or 0.0
     if rate > 70e9:
         return "device link"
-    return "network" if device.family == "gb10" else "pcie"
+    return "network" if device.interconnect_latency_s >= _BETWEEN_BOXES_S else "pcie"
 
 
 def _dtype_class(dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -21,6 +22,10 @@ from kvlane.policy.workload import Workload, prefill_workload
 Unit = Literal["ms", "GB/s"]
 # llama.cpp hands a pipeline of devices 2,048 tokens at a time (`n_batch`), 512 a stage (`n_ubatch`).
 _PIPELINE_TOKENS = 2048
+# What odd numbers end in (`InputError` is a ValueError): one row's reason, never the end of a validation.
+ARITHMETIC = (ValueError, ArithmeticError)
+_LOADS = ("load", "layerwise_load")
+_METHODS = ("recompute", "hbm_hit", *_LOADS)
 
 
 class Efficiencies(Protocol):
@@ -69,10 +74,20 @@ class Task:
 
 def task_of(row: Row) -> Task:
     """What is to be predicted for a row; raises `UnpredictableError` with the reason where nothing can be."""
+    try:
+        return _task_of(row)
+    except ARITHMETIC as error:
+        raise UnpredictableError(str(error)) from None
+
+
+def _task_of(row: Row) -> Task:
+    _no_doubt(row)
     if row.kind == "C":
+        _no_doubt(row, "rate_gb_per_s", "copy_bytes")
         if row.rate_gb_per_s is None:
             raise UnpredictableError("states no single rate")
         return Task(row, "transfer", row.rate_gb_per_s, "GB/s", None, None, transfer_setup(row), 0.0, 0)
+    _no_doubt(row, "ttft_ms", "prompt_tokens")
     if row.ttft_ms is None:
         raise UnpredictableError("states no time")
     if row.prompt_tokens is None or row.prompt_tokens < 1:
@@ -81,8 +96,16 @@ def task_of(row: Row) -> Task:
         raise UnpredictableError(
             "computed elsewhere and sent here: the other machine and its network are not stated"
         )
+    if row.method not in _METHODS:
+        raise UnpredictableError(f"the method is not one that is predicted: {row.method or 'none stated'}")
+    loads = row.method in _LOADS
+    if row.method != "recompute":
+        _no_doubt(row, "cached_tokens")
+    if loads:
+        _no_doubt(row, "copy_bytes")
+        if not row.cached_tokens:
+            raise UnpredictableError("states no tokens that are loaded")
     setup = compute_setup(row)
-    loads = row.method in ("load", "layerwise_load")
     cached = min(row.cached_tokens, row.prompt_tokens - 1) if row.method != "recompute" else 0
     work = workload_of(setup, cached, row.prompt_tokens - cached)
     if not loads:
@@ -90,6 +113,12 @@ def task_of(row: Row) -> Task:
         return Task(row, method, row.ttft_ms, "ms", setup, work, None, 0.0, 0)
     moved = setup.model.move_bytes(row.cached_tokens, setup.kv_dtype, setup.tp)
     return Task(row, "load", row.ttft_ms, "ms", setup, work, transfer_setup(row), moved, row.cached_tokens)
+
+
+def _no_doubt(row: Row, *columns: str) -> None:
+    doubt = row.doubt(*columns)
+    if doubt is not None:
+        raise UnpredictableError(doubt)
 
 
 def workload_of(setup: Compute, resident: int, new: int) -> Workload:
@@ -107,7 +136,17 @@ def workload_of(setup: Compute, resident: int, new: int) -> Workload:
 
 
 def predict(task: Task, source: Efficiencies) -> float:
-    """The prediction in the row's own unit."""
+    """The prediction in the row's own unit; raises `UnpredictableError` for one that is no number above zero."""
+    try:
+        value = _predicted(task, source)
+    except ARITHMETIC as error:
+        raise UnpredictableError(str(error)) from None
+    if not (math.isfinite(value) and value > 0):
+        raise UnpredictableError(f"no number above zero comes out: {value}")
+    return value
+
+
+def _predicted(task: Task, source: Efficiencies) -> float:
     if task.unit == "GB/s":
         assert task.transfer is not None
         link, size = task.transfer.link, task.transfer.copy_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,15 @@ _PASS_TOKENS: Mapping[str, tuple[int, int]] = {
 }
 # What a load moves at a time where the row does not say: vLLM's block of 16 tokens, all layers together.
 _BLOCK_TOKENS = 16
+# The link of a device whose memory is the host's.
+_UNIFIED = "unified-lpddr"
+# vLLM's version where the text names one, and the first that computes a prompt in chunks unless told otherwise.
+_VLLM = re.compile(r"vllm[ =_-]*v?(\d+)\.(\d+)", re.I)
+_VLLM_CHUNKS = (0, 8)
+# Beyond these a text that was read as a number says something else.
+_MOST_CARDS, _MOST_PROMPTS, _MOST_DRIVES = 4096, 65536, 4096
+_WATTS = (10.0, 1e5)
+_RATE = (1e6, 1e15)
 
 
 class UnpredictableError(Exception):
@@ -76,6 +86,9 @@ def compute_setup(row: Row) -> Compute:
         raise UnpredictableError(f"the model is not described: {row.model or 'none stated'}")
     engine = text.engine_family(row.engine)
     tp, stages = text.cards(row.gpu, row.n_gpus_tp)
+    _within("cards", tp * stages, 1, _MOST_CARDS)
+    prompts = text.prompts_at_once(row.batch)
+    _within("prompts in a batch", prompts, 1, _MOST_PROMPTS)
     stored = text.look_up(text.WEIGHTS, f"{row.weight_dtype} {row.model}")
     weights = _as_computed(stored or model.weight_dtype, machine.device)
     return Compute(
@@ -86,7 +99,7 @@ def compute_setup(row: Row) -> Compute:
         kv_dtype=text.look_up(text.KV, row.kv_dtype) or "bf16",
         tp=tp,
         stages=stages,
-        sequences=text.prompts_at_once(row.batch),
+        sequences=prompts,
         pass_tokens=_pass_tokens(engine, row.engine, machine.device),
     )
 
@@ -96,18 +109,23 @@ def transfer_setup(row: Row) -> Transfer:
     link = _link_of(row)
     rate = text.stated_rate(row.link_rate)
     if rate is not None:
+        _within("bytes per second of the stated link", rate, *_RATE)
         ceiling = link.ceiling_bytes_per_s
         rate = min(rate, ceiling) if ceiling else rate
         link = replace(link, rate_bytes_per_s=rate, rate_table=(), source="explicit", origin="stated")
     kind = text.look_up(text.TIERS, row.tier)
-    host = text.look_up(text.DEVICES, row.gpu) if kind == "host" else None
+    device = text.look_up(text.DEVICES, row.gpu)
     return Transfer(
         link=link,
         copy_bytes=row.copy_bytes or text.block_bytes(row.notes),
-        # A box with one device in it has drives of its own.
-        shared=kind != "host" and not (kind == "drives" and "gb10" in row.gpu.lower()),
-        per_token_s=_machine(host).tiers["host"].per_token_s if host else 0.0,
+        shared=kind != "host" and not (kind == "drives" and device is not None and alone_in_box(device)),
+        per_token_s=_machine(device).tiers["host"].per_token_s if device and kind == "host" else 0.0,
     )
+
+
+def alone_in_box(device: str) -> bool:
+    """Whether each box holds one such device, and so has drives of its own: one that shares the host's memory."""
+    return _machine(device).tiers["host"].link == _UNIFIED
 
 
 def block_tokens_bytes(model: ModelSpec, kv_dtype: str, tp: int) -> float:
@@ -122,6 +140,8 @@ def machine_of(row: Row) -> Machine:
         raise UnpredictableError(f"the device is not described: {row.gpu or 'none stated'}")
     machine = _machine(name)
     limit = text.watts(row.gpu)
+    if limit is not None:
+        _within("watts", limit, *_WATTS)
     return machine if limit is None else replace(machine, device=machine.device.limited_to(limit))
 
 
@@ -138,7 +158,8 @@ def _as_computed(stored: str, device: Device) -> str:
 
 
 def _pass_tokens(family: str, engine: str, device: Device) -> int | None:
-    if family == "vllm" and ("0.7." in engine or "0.6." in engine):
+    version = _VLLM.search(engine)
+    if family == "vllm" and version and (int(version[1]), int(version[2])) < _VLLM_CHUNKS:
         return None
     large, small = _PASS_TOKENS.get(family, (None, None))
     return large if (device.memory_bytes or 0) >= _LARGE_MEMORY else small
@@ -173,7 +194,13 @@ def _link_of(row: Row) -> Link:
     return links.get(f"{host.name}-{method}", host) if method else host
 
 
+def _within(what: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise UnpredictableError(f"{value:.6g} {what}: not from {least:.6g} to {most:.6g}")
+
+
 def _drives(count: int, row: Row) -> Link:
+    _within("drives", count, 1, _MOST_DRIVES)
     one = shared_links()["nvme-1"]
     rate = count * one.rate_bytes_per_s
     with suppress(UnpredictableError):
@@ -185,6 +212,7 @@ def _network(words: str) -> Link:
     stated = text.line_rate(words)
     if stated is None:
         raise UnpredictableError("the rate of the network is not stated")
+    _within("bytes per second of the network", stated, *_RATE)
     known = shared_links()["net-400"]
     share = known.rate_bytes_per_s / (known.ceiling_bytes_per_s or known.rate_bytes_per_s)
     return replace(known, name="network", rate_bytes_per_s=share * stated, ceiling_bytes_per_s=stated)

@@ -18,7 +18,6 @@ from kvlane.bench.validate_setup import UnpredictableError, compute_setup, machi
 from kvlane.policy.calibration_cost import TransferSample, fit_link
 from kvlane.policy.catalog import load_machine, machine_names
 from kvlane.policy.cli import run_app
-from kvlane.policy.errors import InputError
 from kvlane.policy.machine_text import shared_links
 
 
@@ -205,80 +204,6 @@ class TestText:
         shown = capsys.readouterr().out
         assert "# h100-sxm" in shown
         assert "[[prefill]]" in shown
-
-
-class TestOtherCsvs:
-    def test_another_origin_with_the_same_columns(self, tmp_path):
-        rows = [a_row(id=f"mine-{at}", prompt_tokens=str(tokens)) for at, tokens in enumerate((1000, 20000))]
-        rows.append(a_row(id="mine-9", gpu="NVIDIA L40S", engine="SGLang 0.5", weight_dtype="FP8"))
-        rows.append(a_row(id="mine-x", gpu="Abacus 9000"))
-        found = validate(write(tmp_path / "other.csv", rows), within=True, leave_out=True)
-        assert [row.task.row.id for row in found.scored] == ["mine-0", "mine-1", "mine-9"]
-        assert [(row.id, why) for row, why in found.left_out] == [
-            ("mine-x", "the device is not described: Abacus 9000")
-        ]
-        assert "mine-9" in json.dumps(plain(found))
-
-    def test_columns_in_another_order_with_more_beside_them_and_a_byte_order_mark(self, tmp_path):
-        row = {**a_row(), "colour": "red"}
-        path = write(tmp_path / "a.csv", [row], list(reversed(row)))
-        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-        assert len(validate(path).scored) == 1
-
-    def test_nothing_usable_is_no_error(self, tmp_path):
-        found = validate(write(tmp_path / "a.csv", [a_row(notes="U3; loaded")]), within=True, leave_out=True)
-        assert found.scored == ()
-        assert plain(found)["coverage"]["share"] is None
-        assert in_words(found)
-
-    @pytest.mark.parametrize(
-        ("changes", "named"),
-        [
-            ({"ttft_ms": "fast"}, "ttft_ms"),
-            ({"ttft_ms": "-3"}, "ttft_ms"),
-            ({"ttft_ms": "nan"}, "ttft_ms"),
-            ({"prompt_tokens": "short, varying"}, "prompt_tokens"),
-            ({"prompt_tokens": "10.5"}, "prompt_tokens"),
-            ({"rate_gb_per_s": "inf"}, "rate_gb_per_s"),
-            ({"kind": "D"}, "kind"),
-            ({"notes": "fine"}, "notes"),
-            ({"notes": "U4; odd"}, "notes"),
-            ({"id": ""}, "id"),
-        ],
-    )
-    def test_a_bad_cell_is_one_line_and_status_2(self, tmp_path, capsys, changes, named):
-        path = write(tmp_path / "bad.csv", [a_row(**changes)])
-        assert run_app(app, "kvlane-bench", ["validate", str(path)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert f"{named}:" in error
-
-    def test_a_missing_column_is_named(self, tmp_path, capsys):
-        row = a_row()
-        del row["engine"]
-        assert run_app(app, "kvlane-bench", ["validate", str(write(tmp_path / "a.csv", [row]))]) == 2
-        assert "no column engine" in capsys.readouterr().err
-
-    def test_a_row_cut_short_is_named_by_its_line(self, tmp_path):
-        path = write(tmp_path / "a.csv", [a_row()])
-        path.write_text(path.read_text(encoding="utf-8") + "mine-2,,B\n", encoding="utf-8")
-        with pytest.raises(InputError, match="line 3"):
-            read(path)
-
-    def test_a_row_twice_is_refused(self, tmp_path):
-        with pytest.raises(InputError, match="stands twice"):
-            read(write(tmp_path / "a.csv", [a_row(), a_row()]))
-
-    @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"id,kind\n"])
-    def test_what_is_no_csv_of_measurements(self, tmp_path, capsys, content):
-        path = tmp_path / "a.csv"
-        path.write_bytes(content)
-        assert run_app(app, "kvlane-bench", ["validate", str(path)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-    def test_a_file_that_is_not_there(self, tmp_path, capsys):
-        assert run_app(app, "kvlane-bench", ["validate", str(tmp_path / "none.csv")]) == 2
-        assert "none.csv" in capsys.readouterr().err
 
 
 class TestWhatTextsSay:
