@@ -22,7 +22,7 @@ from kvlane.bench.scenarios import (
     published,
 )
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
-from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner
+from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
@@ -254,7 +254,13 @@ def _total_work(spec: ModelSpec, options: Options) -> float:
     """FLOP of everything to come, for the progress bar."""
     a, b, c = _scenarios(options.tokens)
     held = _whole_units(_HELD * a.tokens)
-    passes = [(0, length) for length in (a.tokens, *_lengths(a), c.tokens, *_lengths(c))]
+    passes = [(0, a.tokens), (0, c.tokens)]
+    passes += [
+        (0, point.new)
+        for scenario in (a, c)
+        for point in fresh_points(_lengths(scenario))
+        for _ in range(point.repeats)
+    ]
     passes.append((_lengths(a)[-1], held - _lengths(a)[-1]))
     passes += [
         (point.resident, point.new)

@@ -21,6 +21,8 @@ from kvlane.transfer.probe import CopySample
 _SMALLEST_PROBED_BYTES = 4 << 20
 # A paced link is never faster than its pace; a fit that says so by more than this has fitted noise.
 _PACE_MARGIN = 1.05
+# Prefills of at most so many tokens are cheap enough to repeat.
+_REPEATED_TOKENS = 5_200
 
 Tick = Callable[[str, float], None]
 """Called after each step: what it was, and its share of the work (FLOP)."""
@@ -44,6 +46,11 @@ class PassSamples:
     head_s: float
 
 
+def fresh_points(lengths: Sequence[int]) -> list[Point]:
+    """Full prefills of these lengths, the short ones three times: a passing disturbance must not decide."""
+    return [Point(0, length, 3 if length <= _REPEATED_TOKENS else 1) for length in sorted(lengths)]
+
+
 class Tuner:
     """Measures a calibration prompt on the lab whose link is plain memory, and fits the policy to it.
 
@@ -56,7 +63,7 @@ class Tuner:
 
     def fresh(self, lengths: Sequence[int]) -> PassSamples:
         """Full prefills of these lengths. One causal kernel serves them: it skips what is masked."""
-        taken = [self._sample(Point(0, length)) for length in sorted(lengths)]
+        taken = [self._sample(point) for point in fresh_points(lengths)]
         samples = [sample for sample, _ in taken]
         return PassSamples(tuple(samples), fit_pass(samples), statistics.median(head for _, head in taken))
 

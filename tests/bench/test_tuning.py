@@ -37,7 +37,8 @@ class TestSamples:
         assert taken.fit.cost.context_s == 0
         assert taken.head_s > 0
         assert [what for what, _ in ticks] == [f"calibrating on {n} tokens" for n in LENGTHS]
-        assert [work for _, work in ticks] == [small.spec.prefill_flop(0, n) for n in LENGTHS]
+        # Short ones three times: the median is what counts, and a passing disturbance does not.
+        assert [work for _, work in ticks] == [3 * small.spec.prefill_flop(0, n) for n in LENGTHS]
 
     def test_passes_after_a_prefix_are_fitted_to_the_rectangle_each_as_often_as_it_counts(self, tuner, ticks):
         tuner.lab.recompute(tuner.ids)
