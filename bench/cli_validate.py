@@ -28,7 +28,7 @@ def validate(
     leave_source_out: Annotated[
         bool,
         typer.Option(
-            "--leave-source-out", help="Refit the efficiencies without each source, and predict it."
+            "--leave-source-out", help="Refit prefills without each source, and predict its own; links stay."
         ),
     ] = False,
     plot: Annotated[

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench.validate import Errors, Scored, Validation, grouped
+from kvlane.bench.validate_rows import source_of
 from kvlane.bench.validate_within import Calibrated
 from kvlane.policy.errors import InputError
+from kvlane.policy.machine import Link
 
 _WORST = 15
 _GROUPS = (
@@ -17,6 +19,9 @@ _GROUPS = (
     ("method", lambda row: row.method),
     ("device", lambda row: row.task.device),
     ("engine", lambda row: row.task.engine or "plain copies"),
+)
+_ACROSS = (
+    "refits prefills only (efficiencies and the share of the interconnect): links keep the rates they have"
 )
 _ENGINE_NAMES = {
     "vllm": "vLLM",
@@ -43,6 +48,7 @@ def plain(validation: Validation) -> dict[str, Any]:
             for name, key in _GROUPS
         },
         "sized_transfers": _sized(validation),
+        "links_of_one_source": one_source_links(validation),
         "pairs": _pairs(validation),
         "rows": [_row(row.task.row.id, row) for row in validation.scored],
         "left_out": [{"id": row.id, "kind": row.kind, "reason": why} for row, why in validation.left_out],
@@ -80,6 +86,7 @@ def in_words(validation: Validation) -> str:
     if sized is not None:
         lines += [*_table("transfers that state a copy size", {"transfer": Errors(**sized)}), ""]
     lines += _pairs_in_words(validation)
+    lines += _caveats(validation)
     lines += ["", f"the {_WORST} rows most wrong"]
     worst = sorted(validation.scored, key=lambda row: -abs(row.error))[:_WORST]
     lines += [f"  {_row_in_words(row)}" for row in worst]
@@ -92,7 +99,36 @@ def in_words(validation: Validation) -> str:
     if validation.across is not None:
         lines += ["", *_table("each source predicted from the others", _by_method(validation.across))]
         lines += _table("", _by_source(validation.across))[1:]
+        lines += [f"  {_ACROSS}"]
     return "\n".join(lines)
+
+
+def one_source_links(validation: Validation) -> list[dict[str, Any]]:
+    """Links whose rate one source alone measured: how many rows it gave, and how many of those scored are its own.
+
+    Rows that state their link's rate are not counted. A small error says that a curve fits its own points, not that it
+    holds elsewhere.
+    """
+    scored: dict[str, tuple[Link, list[str]]] = {}
+    for row in validation.scored:
+        if row.task.transfer is not None and row.task.transfer.link.source != "explicit":
+            link = row.task.transfer.link
+            scored.setdefault(link.name, (link, []))[1].append(row.task.row.source)
+    found = []
+    for name, (link, sources) in sorted(scored.items()):
+        origins = {source_of(address) for address in link.origin.split(", ")}
+        if link.rows and len(origins) == 1:
+            origin = origins.pop()
+            found.append(
+                {
+                    "link": name,
+                    "source": origin,
+                    "fitted_rows": link.rows,
+                    "n": len(sources),
+                    "own": sources.count(origin),
+                }
+            )
+    return found
 
 
 def plot(validation: Validation, path: Path) -> None:
@@ -127,6 +163,28 @@ def plot(validation: Validation, path: Path) -> None:
         raise InputError(
             "--plot", f"{path}: {error}", "a writable file with an image's ending, such as .png"
         ) from None
+
+
+def _caveats(validation: Validation) -> list[str]:
+    lines = []
+    links = one_source_links(validation)
+    if links:
+        lines += [
+            "",
+            "links whose rate rests on one source (rows fitted; rows scored, of them the source's own)",
+        ]
+        lines += [
+            f"  {each['link']:20} {each['fitted_rows']:4} {each['n']:6} {each['own']:4}  {each['source']}"
+            for each in links
+        ]
+    hits = sum(row.task.method == "hbm_hit" for row in validation.scored)
+    if hits:
+        lines += [
+            "",
+            f"hbm_hit apart: {hits} rows whose prefix was on the device already; nothing is moved, and what is left to"
+            " compute is so short that the engine's own time, which is not modelled, decides",
+        ]
+    return lines
 
 
 def _row(name: str, row: Scored | Calibrated) -> dict[str, Any]:

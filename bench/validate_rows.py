@@ -106,12 +106,20 @@ class Row:
 
     @property
     def source(self) -> str:
-        """Who published it: the repository on a code host, the site elsewhere."""
-        parts = urlsplit(self.source_url)
-        host = parts.netloc.removeprefix("www.")
-        if host in ("github.com", "raw.githubusercontent.com", "huggingface.co"):
-            return "/".join([host, *parts.path.strip("/").split("/")[:2]])
-        return host or self.source_url
+        """Who published it."""
+        return source_of(self.source_url)
+
+
+def source_of(url: str) -> str:
+    """Who published what stands at an address: the repository on a code host, the site elsewhere."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url
+    host = parts.netloc.removeprefix("www.")
+    if host in ("github.com", "raw.githubusercontent.com", "huggingface.co"):
+        return "/".join([host, *parts.path.strip("/").split("/")[:2]])
+    return host or url
 
 
 def packaged() -> Path:

@@ -288,3 +288,24 @@ class TestPhysics:
     @pytest.mark.parametrize(("gpu", "shared"), [("2x GB10", False), ("M5 Max", False), ("H100", True)])
     def test_a_device_that_shares_its_host_s_memory_has_drives_of_its_own(self, only, gpu, shared):
         assert transfer_setup(only(gpu=gpu, tier="NVMe SSD")).shared == shared
+
+
+class TestWhatTheReportOwnsUpTo:
+    def test_links_that_rest_on_one_source(self):
+        found = validate(packaged())
+        links = {each["link"]: each for each in plain(found)["links_of_one_source"]}
+        assert {"cxl", "tcp-loopback", "nfs"} <= set(links)
+        assert not {"pcie4-x16", "nvme-1", "network"} & set(links)
+        assert links["cxl"]["own"] == links["cxl"]["n"] == links["cxl"]["fitted_rows"] == 11
+        shown = in_words(found)
+        assert "links whose rate rests on one source" in shown
+        assert "hbm_hit apart: 6 rows" in shown
+
+    def test_what_leaving_a_source_out_refits(self, tmp_path):
+        path = write(tmp_path / "a.csv", [a_row()])
+        assert "refits prefills only" in in_words(validate(path, leave_out=True))
+        assert "refits prefills only" not in in_words(validate(path))
+
+    @pytest.mark.parametrize("url", ["", "not an address", "http://[", "https://www.example.org/a"])
+    def test_a_source_of_any_address(self, beside, url):
+        assert len(beside(source_url=url).scored) == 2
