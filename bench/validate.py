@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 
 from kvlane.bench.validate_predict import Profiles, Task, predict, task_of
 from kvlane.bench.validate_profiles import APART, Fits
@@ -17,6 +18,8 @@ from kvlane.bench.validate_within import Calibrated, within_source
 
 # Two paths closer than this have no right one.
 _TIE = 0.10
+# A reason is one line of at most so many characters, whatever the cell it quotes.
+_REASON = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def _scored(rows: Sequence[Row]) -> tuple[list[Scored], list[tuple[Row, str]]]:
             task = task_of(row)
             scored.append(Scored(task, predict(task, Profiles())))
         except UnpredictableError as reason:
-            left_out.append((row, str(reason)))
+            left_out.append((row, shorten(str(reason), _REASON, placeholder=" ...")))
     return scored, left_out
 
 

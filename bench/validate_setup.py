@@ -90,13 +90,14 @@ def compute_setup(row: Row) -> Compute:
     prompts = text.prompts_at_once(row.batch)
     _within("prompts in a batch", prompts, 1, _MOST_PROMPTS)
     stored = text.look_up(text.WEIGHTS, f"{row.weight_dtype} {row.model}")
+    kv_stored = text.look_up(text.KV, row.kv_dtype)
     weights = _as_computed(stored or model.weight_dtype, machine.device)
     return Compute(
         machine=machine,
         engine=engine,
         model=model,
         weight_dtype=weights,
-        kv_dtype=text.look_up(text.KV, row.kv_dtype) or "bf16",
+        kv_dtype=kv_stored or "bf16",
         tp=tp,
         stages=stages,
         sequences=prompts,
