@@ -52,6 +52,21 @@ _GRADES = ("U1", "U2", "U3")
 # Beyond these no number here is a measurement: milliseconds, GB/s and bytes alike.
 _LEAST, _MOST = 1e-6, 1e15
 _GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
+# Texts that tables of patterns are held against, and what no such text is: long, or with a number of so many digits.
+_TEXTS = (
+    "model",
+    "gpu",
+    "n_gpus_tp",
+    "weight_dtype",
+    "kv_dtype",
+    "engine",
+    "batch_or_concurrency",
+    "tier",
+    _LINK_RATE,
+    "notes",
+)
+_LONGEST = 4000
+_ENDLESS = re.compile(r"\d{40}")
 # What is wrong with a row as a whole stands under this name in its doubts.
 WHOLE = ""
 
@@ -209,6 +224,9 @@ def _row(cells: Mapping[str, str], where: str, doubts: dict[str, str]) -> Row:
     if grade not in _GRADES:
         grade = ""
         doubts.setdefault(WHOLE, f"the notes begin with no grade ({', '.join(_GRADES)}): not scored")
+    for name in _TEXTS:
+        if len(text[name]) > _LONGEST or _ENDLESS.search(text[name]):
+            doubts.setdefault(WHOLE, f"{name}: {_shown(text[name])} is too long to be read")
     return Row(
         id=text["id"] or where,
         pair_id=text["pair_id"],

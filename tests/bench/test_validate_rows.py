@@ -107,7 +107,9 @@ class TestOddRows:
         ("changes", "reason"),
         [
             ({"n_gpus_tp": "0"}, "0"),
-            ({"n_gpus_tp": "9" * 5000}, ""),
+            ({"n_gpus_tp": "9" * 5000}, "n_gpus_tp: '999"),
+            ({**LOAD, LINK_RATE: "9" * 5000}, "too long"),
+            ({"notes": "U1; " + "word " * 1000}, "too long"),
             ({"gpu": "H100 0W"}, "0 watts"),
             ({"batch_or_concurrency": "batch 0"}, "batch"),
             ({"prompt_tokens": str(MOST_TOKENS + 1)}, "16,777,216"),
