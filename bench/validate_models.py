@@ -9,52 +9,71 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvlane.bench.validate_text import look_up
 from kvlane.policy.catalog import load_model, model_names
 from kvlane.policy.model import LayerSpec, ModelSpec
 from kvlane.policy.model_layer import Experts, Indexer, Latent, State
 
-# Words for a model, to its name here or in the catalog. A variant that only quantises or tunes is the same model.
+# Words for a model as `_words` leaves them, to its name here or in the catalog; "" for one that only looks like
+# another. A variant that only quantises or tunes is the same model.
 _NAMES = (
+    (r"distill-llama-8b", "llama-3.1-8b"),
+    (r"distill-qwen-32b", "qwen2.5-32b"),
+    (r"distill|deepseek-r1.*qwen.*", ""),
     (r"qwq-32b", "qwq-32b"),
-    (r"llama-?3\.2-1b", "llama-3.2-1b"),
-    (r"llama-?3\.2-3b", "llama-3.2-3b"),
-    (r"llama-?3\.[13]-70b", "llama-3.1-70b"),
-    (r"llama-?3\.1-8b", "llama-3.1-8b"),
-    (r"llama-?3-70b", "llama-3-70b"),
-    (r"llama-?3-8b", "llama-3-8b"),
-    (r"llama[- ]?v?2[- ]70b|llama 70b", "llama-2-70b"),
-    (r"llama[- ]?v?2[- ]7b|llama 7b", "llama-2-7b"),
-    (r"mixtral[- ]8x7b", "mixtral-8x7b"),
-    (r"mistral[- ]7b", "mistral-7b"),
-    (r"gpt-?j[- ]6b", "gpt-j-6b"),
-    (r"falcon[- ]180b", "falcon-180b"),
+    (r"llama-3\.2-1b", "llama-3.2-1b"),
+    (r"llama-3\.2-3b", "llama-3.2-3b"),
+    (r"llama-3\.[13]-70b", "llama-3.1-70b"),
+    (r"llama-3\.1-8b", "llama-3.1-8b"),
+    (r"llama-3-70b", "llama-3-70b"),
+    (r"llama-3-8b", "llama-3-8b"),
+    (r"llama-(?:v?2-)?70b", "llama-2-70b"),
+    (r"llama-v?2-13b", "llama-2-13b"),
+    (r"llama-(?:v?2-)?7b", "llama-2-7b"),
+    (r"mixtral-8x7b", "mixtral-8x7b"),
+    (r"mistral-7b(?=.*v0\.3)", "mistral-7b-v0.3"),
+    (r"mistral-7b(?=.*v0\.2)", "mistral-7b-v0.2"),
+    (r"mistral-7b(?=.*v0\.(?!1))", ""),
+    (r"mistral-nemo", "mistral-nemo-12b"),
+    (r"mistral-small-(?:3(?:\.[0-2])?-)?24b", "mistral-small-24b"),
+    (r"gpt-?j-6b", "gpt-j-6b"),
+    (r"falcon-180b", "falcon-180b"),
     (r"qwen3-235b", "qwen3-235b-a22b"),
-    (r"qwen3-(vl-)?30b", "qwen3-30b-a3b"),
+    (r"qwen3-(?:vl-|coder-)?30b", "qwen3-30b-a3b"),
+    (r"qwen3-next-80b", "qwen3-next-80b-a3b"),
     (r"qwen3\.[5-8]-27b", "qwen3.5-27b"),
-    (r"qwen3-32b", "qwen3-32b"),
-    (r"qwen3-8b", "qwen3-8b"),
-    (r"qwen3-4b", "qwen3-4b"),
-    (r"qwen2\.5-32b", "qwen2.5-32b"),
-    (r"qwen2\.5-72b", "qwen2.5-72b"),
+    (r"qwen2\.5-coder-0\.5b", "qwen2.5-0.5b"),
+    (r"qwen2\.5-(?:coder|math)-1\.5b", "qwen2.5-1.5b"),
+    (r"qwen2\.5-coder-3b", "qwen2.5-3b"),
+    (r"qwen2\.5-(?:coder|math)-7b", "qwen2.5-7b"),
+    (r"qwen2\.5-coder-14b", "qwen2.5-14b"),
+    (r"qwen2\.5-coder-32b", "qwen2.5-32b"),
     (r"nemotron-3-super", "nemotron-3-super-120b-a12b-nvfp4"),
     (r"glm-5\.\d-flash", "glm-5.3-flash"),
-    (r"glm-5(\.\d)?\b", "glm-5.2"),
-    (r"deepseek-v4(\.\d)?-flash", "deepseek-v4-flash"),
+    (r"glm-5\.3", "glm-5.2"),
+    (r"deepseek-v4(?:\.\d)?-flash", "deepseek-v4-flash"),
 )
 
 
 def model_of(text: str) -> ModelSpec | None:
     """The model that a row's text names, None for one that nothing here describes."""
-    name = look_up(_NAMES, text) or _named_within(text)
-    return None if name is None else _load(name)
+    words = _words(text)
+    for pattern, name in _NAMES:
+        if _stands_in(pattern, words):
+            return _load(name) if name else None
+    found = max((name for name in model_names() if _stands_in(re.escape(name), words)), key=len, default=None)
+    return None if found is None else _load(found)
 
 
-def _named_within(text: str) -> str | None:
-    """The longest built-in name that a text contains, as in "Meta-Llama-3.1-405B-Instruct"."""
-    words = re.sub(r"[\s_]+", "-", text.lower())
-    found = [name for name in model_names() if re.search(rf"(?<![a-z0-9.]){re.escape(name)}(?![0-9])", words)]
-    return max(found, key=len, default=None)
+def _words(text: str) -> str:
+    """A model's name in one spelling: "Qwen 3 8B", "qwen3:8b" and "Qwen3_8B" are all "qwen3-8b"."""
+    words = re.sub(r"[\s_:/]+", "-", text.lower())
+    words = re.sub(r"(?<![a-z0-9])qwen-(?=[23](?:\.\d+)?-)", "qwen", words)
+    return re.sub(r"(?<![a-z0-9])(llama|gemma)(?=\d)", r"\1-", words)
+
+
+def _stands_in(pattern: str, words: str) -> bool:
+    """Whether a whole name is there: "kimi-k2" is not in "kimi-k2.5", nor "llama-7b" in "codellama-7b"."""
+    return re.search(rf"(?<![a-z0-9.])(?:{pattern})(?!\.?\d|[a-z])", words) is not None
 
 
 def _load(name: str) -> ModelSpec:

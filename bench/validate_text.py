@@ -95,7 +95,7 @@ ENGINES: _Table[str] = (
 _LEFT_OUT = "left out: "
 # Weights by what they are stored in. The text is the cell, a space and the model: one that begins with a space had an
 # empty cell, and of any other whatever nothing matched leaves the row out.
-WEIGHTS: _Table[str | None] = (
+WEIGHTS: _Table[str] = (
     (
         r"w8a16|(?:gptq|awq).*(?:int8|8[- ]?bit)",
         _LEFT_OUT + "8-bit weights computed in 16 bits are not described",
@@ -113,10 +113,10 @@ WEIGHTS: _Table[str | None] = (
     (r"bfloat16|bf16/|w16a16|(?<![0-9.])16[- ]?bit", "bf16"),
     (r"fp16(?!/)|float16|(?<![a-z0-9])f16(?![0-9])|(?<![a-z])half(?![a-z])", "fp16"),
     (r"bf16", "bf16"),
-    (_SILENT, None),
+    (_SILENT, ""),
     (r"^\S", _LEFT_OUT + "the weights are not understood"),
 )
-KV: _Table[str | None] = (
+KV: _Table[str] = (
     (r"nvfp4", "nvfp4"),
     (r"mxfp4", "mxfp4"),
     (r"(?<![a-z0-9])q4_0", "q4_0"),
@@ -124,7 +124,7 @@ KV: _Table[str | None] = (
     (r"int8|(?<![0-9.])8[- ]?bit", "int8"),
     (r"fp32|float32|(?<![a-z0-9])f32", "fp32"),
     (r"bf16|fp16|float16|(?<![a-z0-9])f16(?![0-9])|(?<![0-9.])16[- ]?bit|(?<![a-z])half(?![a-z])", "bf16"),
-    (_SILENT, None),
+    (_SILENT, ""),
     (r"\S", _LEFT_OUT + "the KV dtype is not understood"),
 )
 # A kernel's or a batched call's own link, beside the copy engine's.
@@ -185,14 +185,14 @@ def not_understood(reason: str) -> Exception:
 
 
 def look_up(table: _Table[_Value], text: str) -> _Value | None:
-    """The value of the first pattern found in `text`, case apart.
+    """The value of the first pattern found in `text`, case apart; None where there is none, or it states nothing.
 
     Raises `UnpredictableError` where the table says that such a text cannot be priced.
     """
     value = next((value for pattern, value in table if re.search(pattern, text, re.I)), None)
     if isinstance(value, str) and value.startswith(_LEFT_OUT):
         raise not_understood(f"{value.removeprefix(_LEFT_OUT)}: {text.strip()}")
-    return value
+    return None if value == "" else value
 
 
 def engine_family(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,10 +283,11 @@ def test_checkpoints_hold_for_every_tier_unless_one_is_named() -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_every_built_in_model_is_decided(name: str, executor: str) -> None:
     spec: ModelSpec = load_model(name)
-    planner = Planner(spec, load_machine("h100-sxm"), executor=executor, tp=8)  # type: ignore[arg-type]
+    tp = math.gcd(8, *(layer.heads for layer in spec.layers))
+    planner = Planner(spec, load_machine("h100-sxm"), executor=executor, tp=tp)  # type: ignore[arg-type]
     plan = planner.decide(Request(12_370, {"host": 12_368}, state_checkpoints=(8192, 12_288)))
     load = plan.estimates["load"]
     assert load is not None
-    moved = spec.move_bytes(load.end, tp=8) + load.end * spec.indexer_bytes_per_token
+    moved = spec.move_bytes(load.end, tp=tp) + load.end * spec.indexer_bytes_per_token
     assert load.load_bytes == round(moved)
     assert json.loads(json.dumps(plan.to_dict(), allow_nan=False))["path"] == plan.path

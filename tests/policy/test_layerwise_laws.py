@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from math import gcd
 
 import pytest
 from hypothesis import given, settings
@@ -362,6 +363,7 @@ def test_a_profile_s_pass_is_the_time_of_its_work(
 ) -> None:
     # The rates fitted to published prefills price a decision too, layer by layer.
     model, where = load_model(name), load_machine(machine)
+    tp = gcd(tp, *(layer.heads for layer in model.layers))
     cost, row = PrefillCost.from_profile(model, where, tp=tp)
     dtype = {"nvfp4": "fp4", "mxfp4": "fp4"}.get(model.weight_dtype, model.weight_dtype)
     work = pass_workload(model, resident, new, tp=tp)
