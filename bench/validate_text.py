@@ -96,6 +96,7 @@ _LEFT_OUT = "left out: "
 # Weights by what they are stored in. The text is the cell, a space and the model: one that begins with a space had an
 # empty cell, and of any other whatever nothing matched leaves the row out.
 WEIGHTS: _Table[str] = (
+    (r"(?<![a-z])kv(?![a-z])", _LEFT_OUT + "weights and KV are named in one"),
     (
         r"w8a16|(?:gptq|awq).*(?:int8|8[- ]?bit)",
         _LEFT_OUT + "8-bit weights computed in 16 bits are not described",

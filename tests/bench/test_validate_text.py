@@ -175,7 +175,19 @@ class TestDtypes:
 
     @pytest.mark.parametrize(
         "cell",
-        ["Q5_K_M", "Q6_K", "IQ3_XXS", "Q2_K", "fp32", "W8A16", "GPTQ-Int8", "W4A8", "ternary", "5.5bpw"],
+        [
+            "Q5_K_M",
+            "Q6_K",
+            "IQ3_XXS",
+            "Q2_K",
+            "fp32",
+            "W8A16",
+            "GPTQ-Int8",
+            "W4A8",
+            "ternary",
+            "5.5bpw",
+            "BF16 weights, FP8 KV",
+        ],
     )
     def test_weights_left_out(self, cell):
         with pytest.raises(UnpredictableError, match=cell):
