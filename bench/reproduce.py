@@ -102,6 +102,8 @@ _EXTEND = {
 # what takes so many seconds.
 _LINK = (1 / 8, 1 / 2, 1.0)
 _LONGEST_PROBE_S = 0.4
+# Whole loads to calibrate A on, in shares of its prompt.
+_LOADED = (0.8, 0.94)
 # The calibration prompt is held up to this share of the prompt.
 _HELD = 0.95
 
@@ -196,7 +198,13 @@ class _Bench:
         reference: Answer | None = None,
     ) -> Report:
         """Calibrates the link of `lab`, predicts, and only then measures."""
-        planner = self.tuner.planner(scenario.tokens, fresh, extend, self._link(lab), "layered")
+        link = self._link(lab)
+        planner = self.tuner.planner(scenario.tokens, fresh, extend, link, "layered")
+        if scenario.key == "A":
+            # Little is computed here, so what a load costs beside its copies is no longer small.
+            ends = [int(share * self.options.tokens) // UNIT_TOKENS * UNIT_TOKENS for share in _LOADED]
+            overhead_s = self.tuner.load_overhead_s(lab, planner, scenario.suffix_tokens, ends)
+            planner = self.tuner.planner(scenario.tokens, fresh, extend, link, "layered", overhead_s)
         outcomes = measure(
             scenario, lab, store, ids, planner, self.options.reps, reference, self.spec, self.step
         )

@@ -11,7 +11,8 @@ from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample, TransferS
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Device, Link, Machine, Tier
 from kvlane.policy.model import ModelSpec
-from kvlane.policy.plan import Executor
+from kvlane.policy.path_cost import PathCost
+from kvlane.policy.plan import EXECUTORS, Executor
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.transfer.host import HostStore
@@ -116,10 +117,31 @@ class Tuner:
             return LinkFit(link, error)
         return fit
 
+    def load_overhead_s(self, lab: Lab, planner: Planner, suffix: int, ends: Sequence[int]) -> float:
+        """What a load takes beyond its predicted copies and compute: starting its threads, and what copying takes
+        from computing beside it. From loads of other lengths, in bulk and by layer, with as long a suffix."""
+        beyond = []
+        for end in ends:
+            ids = self.ids[: end + suffix]
+            transfer = planner.transfer("host", self.store.unit_tokens)
+            for executor in EXECUTORS:
+                predicted = PathCost(planner.prefill, executor).load_s(transfer, 0, end, len(ids))
+                answers = [lab.load(self.store, ids, end, executor) for _ in range(3)]
+                beyond.append(statistics.median(answer.result.total_s for answer in answers) - predicted)
+            self.tick(f"calibrating on loads of {end:,} tokens", 0.0)
+        return max(0.0, statistics.median(beyond))
+
     def planner(
-        self, prompt_tokens: int, fresh: PassSamples, extend: PassSamples, link: LinkFit, executor: Executor
+        self,
+        prompt_tokens: int,
+        fresh: PassSamples,
+        extend: PassSamples,
+        link: LinkFit,
+        executor: Executor,
+        overhead_s: float = 0.0,
     ) -> Planner:
-        """The policy for this machine as just measured. Looking the prompt up counts as load time."""
+        """The policy for this machine as just measured. Looking the prompt up counts as load time, and so does
+        `overhead_s`, what each load costs beside its copies."""
         lookup_s = self.lab.lookup_s(self.store, self.ids) * prompt_tokens / len(self.ids)
         cost = PrefillCost(
             layers=len(self.spec.layers),
@@ -130,7 +152,7 @@ class Tuner:
         count = len(fresh.samples) + len(extend.samples)
         error = max(fresh.fit.relative_error, extend.fit.relative_error)
         calibration = Calibration(cost, error, f"{count} prefills measured on this machine")
-        machine = cpu_machine(link, lookup_s)
+        machine = cpu_machine(link, lookup_s + overhead_s)
         return Planner(self.spec, machine, executor=executor, kv_dtype="fp32", calibration=calibration)
 
     def _sample(self, point: Point) -> tuple[PrefillSample, float]:
@@ -141,9 +163,9 @@ class Tuner:
         return taken
 
 
-def cpu_machine(link: LinkFit, lookup_s: float) -> Machine:
+def cpu_machine(link: LinkFit, latency_s: float) -> Machine:
     """This machine: host memory one link away from the device's KV, K and V lying apart."""
-    measured = link.link.with_latency(lookup_s)
+    measured = link.link.with_latency(latency_s)
     tier = Tier("host", measured.name, run_tokens=None, runs_per_layer=2)
     return Machine(
         name="this machine",

@@ -95,7 +95,7 @@ def planner(spec: ModelSpec, rate: float, executor: Executor = "layered", kv_dty
     link = LinkFit(Link("host link", rate, source="calibration", origin="declared by a test"), 0.01)
     return Planner(
         spec,
-        cpu_machine(link, lookup_s=1e-4),
+        cpu_machine(link, latency_s=1e-4),
         executor=executor,
         kv_dtype=kv_dtype,
         calibration=Calibration(prefill, 0.01, "declared by a test"),
