@@ -119,7 +119,7 @@ def load_machine(name: str | Path) -> Machine:
         return Machine.from_text(_machine_texts()[known], f"built-in machine {known}")
     if _is_file(name, ".toml"):
         return Machine.from_toml(name)
-    raise _unknown("machine", str(name), machine_names(), "machine")
+    raise _unknown("machine", str(name), _machine_ids(), "machine")
 
 
 def model_config(name: str | Path) -> tuple[str, dict[str, Any]]:

@@ -89,14 +89,19 @@ def _in_words(weighed: dict[str, Any]) -> str:
 
 
 def _numbers(values: dict[str, Any], tokens: int, indent: str) -> list[str]:
-    lines = [f"{values['bytes_per_token']:,.10g} bytes per further token"]
+    lines = [f"{values['bytes_per_token']:,.12g} bytes per further token"]
     if values["indexer_bytes_per_token"]:
-        lines[0] += f", and {values['indexer_bytes_per_token']:,.10g} of indexer keys apart"
+        lines[0] += f", and {values['indexer_bytes_per_token']:,.12g} of indexer keys apart"
     if values["static_bytes"]:
-        lines.append(f"{values['static_bytes']:,.10g} bytes of state, whatever the tokens")
+        lines.append(f"{values['static_bytes']:,.0f} bytes of state, whatever the tokens")
     move, reserve = values["move_bytes"], values["reserve_bytes"]
     lines.append(
-        f"at {tokens:,} tokens: {move:,.10g} bytes to move ({show_bytes(move)}), {reserve:,.10g} to reserve"
-        f" ({show_bytes(reserve)}), {values['prefill_flop'] / 1e12:,.4g} TFLOP to compute"
+        f"at {tokens:,} tokens: {move:,.0f} bytes to move ({show_bytes(move)}), {reserve:,.0f} to reserve"
+        f" ({show_bytes(reserve)}), {_flop(values['prefill_flop'])} to compute"
     )
     return [indent + line for line in lines]
+
+
+def _flop(flop: float) -> str:
+    """FLOP as people read them, without an exponent."""
+    return f"{flop / 1e12:,.1f} TFLOP"
