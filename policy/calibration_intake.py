@@ -12,7 +12,6 @@ from kvlane.policy.errors import InputError
 from kvlane.policy.units import show_rate, show_seconds
 
 Reason = Literal["not_a_measurement", "above_ceiling", "above_peak"]
-REASONS: tuple[Reason, ...] = ("not_a_measurement", "above_ceiling", "above_peak")
 
 # Beyond it a float no longer holds every whole number.
 _LARGEST = 1 << 53

@@ -142,33 +142,33 @@ def _executor(name: str) -> Executor:
     return next(known for known in EXECUTORS if known == name)
 
 
+def _tier_tokens(text: str, option: str, example: str) -> tuple[str, tuple[int, ...]]:
+    """The tier and the counts of one TIER=TOKENS,TOKENS; raises `InputError` naming the option."""
+    tier, sign, tokens = text.partition("=")
+    try:
+        counts = tuple(int(count) for count in tokens.split(","))
+    except ValueError:
+        counts = ()
+    if not tier.strip() or not sign or not counts:
+        raise InputError(option, f"{text!r} is not TIER=TOKENS", f"such as {example}")
+    return tier.strip(), counts
+
+
 def _hits(texts: list[str]) -> dict[str, int | tuple[int, ...]]:
     hits: dict[str, int | tuple[int, ...]] = {}
     for text in texts:
-        tier, sign, tokens = text.partition("=")
-        try:
-            ranks = tuple(int(count) for count in tokens.split(","))
-        except ValueError:
-            ranks = ()
-        if not tier.strip() or not sign or not ranks:
-            raise InputError("--hit", f"{text!r} is not TIER=TOKENS", "such as host=12368")
-        if tier.strip() in hits:
-            raise InputError("--hit", f"names tier {tier.strip()!r} twice", "each tier once")
-        hits[tier.strip()] = ranks if len(ranks) > 1 else ranks[0]
+        tier, ranks = _tier_tokens(text, "--hit", "host=12368")
+        if tier in hits:
+            raise InputError("--hit", f"names tier {tier!r} twice", "each tier once")
+        hits[tier] = ranks if len(ranks) > 1 else ranks[0]
     return hits
 
 
 def _checkpoints(texts: list[str]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
-        tier, sign, tokens = text.partition("=")
-        try:
-            counts = tuple(int(count) for count in tokens.split(","))
-        except ValueError:
-            counts = ()
-        if not tier.strip() or not sign or not counts:
-            raise InputError("--state-checkpoint", f"{text!r} is not TIER=TOKENS", "such as host=4096,8192")
-        found[tier.strip()] = (*found.get(tier.strip(), ()), *counts)
+        tier, counts = _tier_tokens(text, "--state-checkpoint", "host=4096,8192")
+        found[tier] = (*found.get(tier, ()), *counts)
     return found
 
 

@@ -75,11 +75,12 @@ class Lane:
         if low > high:
             return None
         points = {low, high}
+        turns = self._chunk_turns()
         for left, right in self._stretches(low, high):
             points.update((left, right))
             for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
                 points.update(_crossing(signed, left, right))
-            points.update(self._later_beyond_floor(left, right))
+            points.update(self._before_turns(turns, left, right))
         for point in tuple(points):
             # A copy moves a whole run: loading up to its end costs no more copies.
             for tokens in self.transfer.run_ends(point * self.unit - self.start):
@@ -104,9 +105,8 @@ class Lane:
             while left <= high:
                 cuts.add(left)
                 remaining = prompt - left * self.unit
-                shortest = (
-                    remaining - 1
-                ) // chunk * chunk + 1  # fewest tokens that still take as many chunks
+                # The fewest tokens that still take as many chunks.
+                shortest = (remaining - 1) // chunk * chunk + 1
                 left = max(left, (prompt - shortest) // self.unit) + 1
         ordered = sorted(cuts)
         return list(zip(ordered, [*(cut - 1 for cut in ordered[1:]), high], strict=True))
@@ -135,12 +135,16 @@ class Lane:
         last = rest if chunk is None else (rest - 1) % chunk + 1
         return self._beyond_floor(self.request.prompt_tokens - last, last)
 
-    def _later_beyond_floor(self, left: int, right: int) -> set[int]:
-        """Split points in a stretch for which one of the later whole chunks leaves the floor."""
+    def _chunk_turns(self) -> tuple[int, ...]:
+        """Resident tokens around which a whole prefill chunk leaves the floor, wherever the split is."""
         chunk = self.request.prefill_chunk_tokens
         if chunk is None:
-            return set()
-        turns = _crossing(lambda resident: self._beyond_floor(resident, chunk), 1, self.request.prompt_tokens)
+            return ()
+        return _crossing(lambda resident: self._beyond_floor(resident, chunk), 1, self.request.prompt_tokens)
+
+    def _before_turns(self, turns: tuple[int, ...], left: int, right: int) -> set[int]:
+        """Split points in a stretch from which a later whole chunk starts at one of the turns."""
+        chunk = self.request.prefill_chunk_tokens or 1  # without chunks there are no turns
         points: set[int] = set()
         for turn in turns:
             # The chunk that starts at `turn` is a whole number of chunks after the split point.

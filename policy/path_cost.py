@@ -35,12 +35,10 @@ class PathCost:
         first = prompt - end if chunk is None else min(chunk, prompt - end)
         if not (transfer.uniform and prefill.uniform):
             done = pipeline.closed_form(transfer.arrivals(end - start), prefill.layers_s(end, first))
-            return done + prefill.prefill_s(end + first, prompt - end - first, chunk) + prefill.head_s
-        compute = prefill.pass_s(end, first)
-        if transfer.by_layer:
+        elif transfer.by_layer:
             gap = transfer.layer_s(end - start)
-            arrival = transfer.link.latency_s + gap
-            done = pipeline.uniform(arrival, gap, compute / prefill.layers, prefill.layers)
+            compute = prefill.pass_s(end, first) / prefill.layers
+            done = pipeline.uniform(transfer.link.latency_s + gap, gap, compute, prefill.layers)
         else:
-            done = transfer.total_s(end - start) + compute
+            done = transfer.total_s(end - start) + prefill.pass_s(end, first)
         return done + prefill.prefill_s(end + first, prompt - end - first, chunk) + prefill.head_s
