@@ -13,7 +13,7 @@ from textwrap import shorten
 from kvlane.bench.validate_predict import Profiles, Task, predict, task_of
 from kvlane.bench.validate_profiles import APART, Fits
 from kvlane.bench.validate_rows import Row, read
-from kvlane.bench.validate_setup import UnpredictableError
+from kvlane.bench.validate_text import UnpredictableError
 from kvlane.bench.validate_within import Calibrated, within_source
 
 # Two paths closer than this have no right one.

@@ -10,11 +10,11 @@ from kvlane.bench.validate_rows import Row
 from kvlane.bench.validate_setup import (
     Compute,
     Transfer,
-    UnpredictableError,
     block_tokens_bytes,
     compute_setup,
     transfer_setup,
 )
+from kvlane.bench.validate_text import UnpredictableError
 from kvlane.policy.machine import Device, Machine, PrefillEfficiency
 from kvlane.policy.pass_rates import PassRates
 from kvlane.policy.workload import Workload, prefill_workload

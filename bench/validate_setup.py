@@ -11,6 +11,7 @@ from functools import cache
 from kvlane.bench import validate_text as text
 from kvlane.bench.validate_models import model_of
 from kvlane.bench.validate_rows import Row
+from kvlane.bench.validate_text import UnpredictableError
 from kvlane.policy.catalog import load_machine
 from kvlane.policy.machine import Device, Link, Machine
 from kvlane.policy.machine_text import shared_links
@@ -38,10 +39,6 @@ _VLLM_CHUNKS = (0, 8)
 _MOST_CARDS, _MOST_PROMPTS, _MOST_DRIVES = 4096, 65536, 4096
 _WATTS = (10.0, 1e5)
 _RATE = (1e6, 1e15)
-
-
-class UnpredictableError(Exception):
-    """A row that nothing can be predicted for, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

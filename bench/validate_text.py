@@ -177,12 +177,8 @@ _BLOCK = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|KiB|MiB) blocks")
 _BLOCK_BYTES = {"KB": 1 << 10, "KiB": 1 << 10, "MB": 1 << 20, "MiB": 1 << 20}
 
 
-def not_understood(reason: str) -> Exception:
-    """The error that leaves a row out, with the reason."""
-    # Not at the top: that module reads its texts with this one.
-    from kvlane.bench.validate_setup import UnpredictableError
-
-    return UnpredictableError(reason)
+class UnpredictableError(Exception):
+    """A row that nothing can be predicted for, with the reason."""
 
 
 def look_up(table: _Table[_Value], text: str) -> _Value | None:
@@ -192,7 +188,7 @@ def look_up(table: _Table[_Value], text: str) -> _Value | None:
     """
     value = next((value for pattern, value in table if re.search(pattern, text, re.I)), None)
     if isinstance(value, str) and value.startswith(_LEFT_OUT):
-        raise not_understood(f"{value.removeprefix(_LEFT_OUT)}: {text.strip()}")
+        raise UnpredictableError(f"{value.removeprefix(_LEFT_OUT)}: {text.strip()}")
     return None if value == "" else value
 
 
@@ -212,7 +208,7 @@ def cards(gpu: str, stated: str) -> tuple[int, int]:
     """
     words = re.sub(r"^1 ?(?:[x×] ?)?node,? ?[x×]? ?", "", stated.lower())
     if re.search(r"(?<![\w.])(?!1 )\d+ ?(?:[x×] ?)?nodes?\b", f"{gpu.lower()} {words}"):
-        raise not_understood(f"several nodes are not described: {stated or gpu}")
+        raise UnpredictableError(f"several nodes are not described: {stated or gpu}")
     if not words or re.search(_SILENT, words):
         count = _COUNT.search(gpu)
         return max(1, int(count[1] or count[2])) if count else 1, 1
@@ -226,7 +222,7 @@ def cards(gpu: str, stated: str) -> tuple[int, int]:
             (each for each in _SPREAD.finditer(words) if each[2] != "1" and not _same(each, number)), None
         )
     if number < 1 or spread is not None:
-        raise not_understood(f"how the cards share the work is not described: {stated}")
+        raise UnpredictableError(f"how the cards share the work is not described: {stated}")
     return (1, number) if "layer split" in words else (number, 1)
 
 
@@ -243,7 +239,7 @@ def prompts_at_once(text: str) -> int:
     found = _BATCH.search(text)
     number = int(found[1] or found[2]) if found else 1
     if number < 1 or not (found or not text or _CLIENTS.fullmatch(text) or re.search(_SILENT, text, re.I)):
-        raise not_understood(f"the batch is not understood: {text}")
+        raise UnpredictableError(f"the batch is not understood: {text}")
     return number
 
 
@@ -287,4 +283,4 @@ def stated_rate(text: str) -> float | None:
         return parse_rate(named[0], "link rate")
     if plain and not named:
         return float(plain[1]) * 1e9
-    raise not_understood(f"the link's rate is not understood: {text}")
+    raise UnpredictableError(f"the link's rate is not understood: {text}")

@@ -14,7 +14,8 @@ from kvlane.bench.validate_predict import Profiles, predict, task_of
 from kvlane.bench.validate_profiles import cells
 from kvlane.bench.validate_report import in_words, plain
 from kvlane.bench.validate_rows import packaged, read
-from kvlane.bench.validate_setup import UnpredictableError, compute_setup, machine_of, transfer_setup
+from kvlane.bench.validate_setup import compute_setup, machine_of, transfer_setup
+from kvlane.bench.validate_text import UnpredictableError
 from kvlane.policy.calibration_cost import TransferSample, fit_link
 from kvlane.policy.catalog import load_machine, machine_names
 from kvlane.policy.cli import run_app

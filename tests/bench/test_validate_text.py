@@ -3,7 +3,7 @@
 import pytest
 
 from kvlane.bench import validate_text as text
-from kvlane.bench.validate_setup import UnpredictableError
+from kvlane.bench.validate_text import UnpredictableError
 from kvlane.policy.catalog import load_machine, load_model, machine_aliases, machine_names
 
 
