@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,15 @@ import numpy as np
 from kvlane.policy.errors import InputError
 from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids, iter_token_chain
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion, layer_copies
-from kvlane.transfer.store import Hit, HostBytes, KvSafetyError, LayerKv, StaleHitError, StoreFullError
+from kvlane.transfer.store import (
+    ChecksumError,
+    Hit,
+    HostBytes,
+    KvSafetyError,
+    LayerKv,
+    StaleHitError,
+    StoreFullError,
+)
 
 _PAGE_BYTES = 4096
 
@@ -42,6 +51,7 @@ class _Entry:
     digests: tuple[bytes, ...]
     region: KvRegion
     memory: HostBytes
+    checksums: list[list[int]]  # by layer and unit; empty in a store without
     pins: int = 0
 
 
@@ -61,6 +71,7 @@ class HostStore:
     Args:
         unit_tokens: the load unit; prompts are stored and found in whole units.
         capacity_bytes: most bytes to hold, no limit if None.
+        checksums: keep a checksum of every layer and unit, for `StoredRun.verify`.
         allocate: where memory comes from: a function of a byte count that returns touched memory (a device's backend
             gives pinned memory here).
 
@@ -75,6 +86,7 @@ class HostStore:
         unit_tokens: int,
         capacity_bytes: int | None = None,
         *,
+        checksums: bool = False,
         allocate: Callable[[int], HostBytes] = touched_bytes,
     ) -> None:
         if unit_tokens < 1:
@@ -83,6 +95,7 @@ class HostStore:
             raise InputError("capacity_bytes", f"is {capacity_bytes}", "at least 1")
         self.unit_tokens = unit_tokens
         self.capacity_bytes = capacity_bytes
+        self.checksums = checksums
         self._allocate = allocate
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -143,10 +156,10 @@ class HostStore:
                 return 0
             self._writing.add(digests[-1])
         try:
-            memory = self._write(region, layers)
+            memory, checksums = self._write(region, layers)
             # Published only now: until here no index knows the entry, so no reader can find it half written.
             with self._lock:
-                entry = _Entry(self._next_number, identity, ids, digests, region, memory)
+                entry = _Entry(self._next_number, identity, ids, digests, region, memory, checksums)
                 self._next_number += 1
                 self._entries[entry.number] = entry
                 for digest in digests:
@@ -156,23 +169,29 @@ class HostStore:
                 self._writing.discard(digests[-1])
         return tokens
 
-    def _write(self, region: KvRegion, layers: Iterable[LayerKv]) -> HostBytes:
-        """The layers in memory that has been reserved for them."""
+    def _write(self, region: KvRegion, layers: Iterable[LayerKv]) -> tuple[HostBytes, list[list[int]]]:
+        """The layers in memory that has been reserved for them, and the checksums of their units."""
         rows = _checked(region, layers)
         first = next(rows)
         with self._lock:
             self._reserve(region.nbytes)
         try:
             memory = self._allocate(region.nbytes)
+            checksums: list[list[int]] = []
             for layer, (keys, values) in enumerate(chain((first,), rows)):
                 split, after = region.value_offset(layer), region.key_offset(layer + 1)
                 np.copyto(memory[region.key_offset(layer) : split], keys)
                 np.copyto(memory[split:after], values)
+                if self.checksums:
+                    units = range(0, region.capacity_tokens, self.unit_tokens)
+                    checksums.append(
+                        [_checksum(region, memory, layer, at, at + self.unit_tokens) for at in units]
+                    )
         except BaseException:
             with self._lock:
                 self._used_bytes -= region.nbytes
             raise
-        return memory
+        return memory, checksums
 
     def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit:
         """The longest stored prefix of a prompt, in whole units; also a part of a longer or different prompt's.
@@ -311,6 +330,31 @@ class HostRun:
         return (self.end - self.start) * self.region.layout.bytes_per_token
 
     @property
+    def layout(self) -> KvLayout:
+        return self.region.layout
+
+    def layer_nbytes(self, layer: int) -> int:
+        """Bytes a whole copy of one layer moves."""
+        if not self.layout.holds(layer):
+            return 0
+        return (self.end - self.start) * self.layout.layer_bytes_per_token
+
+    def verify(self, layer: int) -> None:
+        """Check the stored bytes of one layer of the run. Nothing happens in a store without checksums.
+
+        Raises:
+            ChecksumError: they are not those that were put, in the first unit that it names.
+            KvSafetyError: the run was closed.
+        """
+        sums = self._entry.checksums
+        if not sums:
+            return
+        unit = self._store.unit_tokens
+        for first in range(self.start // unit * unit, self.end, unit):
+            if _checksum(self.region, self.memory, layer, first, first + unit) != sums[layer][first // unit]:
+                raise ChecksumError(layer, first, first + unit)
+
+    @property
     def bytes_moved(self) -> int:
         return self._moved.nbytes
 
@@ -342,6 +386,12 @@ class HostRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _checksum(region: KvRegion, memory: HostBytes, layer: int, start: int, end: int) -> int:
+    """CRC-32 of a token range of one layer, its keys before its values."""
+    keys = zlib.crc32(memory[region.key_offset(layer, start) : region.key_offset(layer, end)])
+    return zlib.crc32(memory[region.value_offset(layer, start) : region.value_offset(layer, end)], keys)
 
 
 def _checked(region: KvRegion, layers: Iterable[LayerKv]) -> Iterator[LayerKv]:

@@ -62,6 +62,16 @@ class KvLayout:
         """Bytes of one token over all layers."""
         return self.layers * self.layer_bytes_per_token
 
+    def holds(self, layer: int) -> bool:
+        """Whether a load brings anything for this layer: one that holds nothing is never awaited.
+
+        Raises:
+            InputError: no such layer.
+        """
+        if not 0 <= layer < self.layers:
+            raise InputError("layer", f"is {layer}", f"0 to {self.layers - 1}")
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class KvRegion:

@@ -33,6 +33,16 @@ class StoreFullError(RuntimeError):
     """No room, and nothing that may be evicted makes enough."""
 
 
+class ChecksumError(RuntimeError):
+    """Stored bytes are no longer those that were put: tokens `[start, end)` of `layer` must not be loaded."""
+
+    def __init__(self, layer: int, start: int, end: int) -> None:
+        self.layer = layer
+        self.start = start
+        self.end = end
+        super().__init__(f"stored KV of layer {layer}, tokens [{start}, {end}), fails its checksum")
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A stored prefix: tokens `[0, tokens)` of the prompt looked up.
@@ -82,6 +92,22 @@ class StoredRun(Protocol):
     @property
     def bytes_moved(self) -> int:
         """Bytes of finished copies out of this run and every run retained from it."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of what is moved, which a destination must have."""
+
+    def layer_nbytes(self, layer: int) -> int:
+        """Bytes a whole copy of one layer moves: copies that carry fewer are short."""
+
+    def verify(self, layer: int) -> None:
+        """Check the stored bytes of one layer of the run; call before its copies are issued.
+
+        Nothing happens in a store that keeps no checksums.
+
+        Raises:
+            ChecksumError: they are not those that were put.
+        """
 
     def copies(self, layer: int, destination: KvRegion) -> tuple[CopyDescriptor, ...]:
         """The coalesced copies of one layer into the same tokens of `destination`."""

@@ -15,7 +15,7 @@ from kvlane.policy.errors import InputError
 from kvlane.transfer.host import HostStore, touched_bytes
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout, KvRegion, total_bytes
-from kvlane.transfer.store import KvSafetyError, StaleHitError, StoreFullError
+from kvlane.transfer.store import ChecksumError, KvSafetyError, StaleHitError, StoreFullError
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, k_width=4, v_width=3, itemsize=2)
 IDENTITY = KvIdentity("model", "r1", None, "float16", LAYOUT.name, 0, 2, "rope", "numerics")
@@ -324,6 +324,66 @@ class TestRun:
         store = HostStore(UNIT)
         with pytest.raises(InputError, match="tokens"):
             store.open(store.lookup(IDENTITY, range(16)), 0, 4)
+
+
+class TestChecksums:
+    def opened(self, start, end, **options):
+        store = HostStore(UNIT, **options)
+        put(store, range(16))
+        return store.open(store.lookup(IDENTITY, range(16)), start, end)
+
+    def test_bytes_as_they_were_put_pass(self):
+        with self.opened(0, 16, checksums=True) as run:
+            for layer in range(LAYOUT.layers):
+                run.verify(layer)
+
+    @pytest.mark.parametrize("layer", range(LAYOUT.layers))
+    @pytest.mark.parametrize("token", [0, 5, 15])
+    @pytest.mark.parametrize("part", ["keys", "values"])
+    @pytest.mark.parametrize("bit", [0, 7])
+    def test_one_flipped_bit_is_named_by_layer_and_unit(self, layer, token, part, bit):
+        with self.opened(0, 16, checksums=True) as run:
+            offset = run.region.key_offset if part == "keys" else run.region.value_offset
+            run.memory[offset(layer, token)] ^= 1 << bit
+            for other in range(LAYOUT.layers):
+                if other != layer:
+                    run.verify(other)
+            with pytest.raises(ChecksumError, match=f"layer {layer}") as caught:
+                run.verify(layer)
+            unit = token // UNIT * UNIT
+            assert (caught.value.layer, caught.value.start, caught.value.end) == (layer, unit, unit + UNIT)
+
+    def test_units_outside_the_run_are_not_read(self):
+        with self.opened(5, 12, checksums=True) as run:
+            for token in (3, 12):
+                run.memory[run.region.key_offset(1, token)] ^= 1
+            run.verify(1)
+            run.memory[run.region.key_offset(1, 11)] ^= 1
+            with pytest.raises(ChecksumError):
+                run.verify(1)
+
+    def test_a_store_without_them_checks_nothing(self):
+        with self.opened(0, 16) as run:
+            run.memory[:] ^= 1
+            run.verify(0)
+
+    def test_a_closed_run_is_not_read(self):
+        run = self.opened(0, 16, checksums=True)
+        run.close()
+        with pytest.raises(KvSafetyError):
+            run.verify(0)
+
+
+def test_the_bytes_of_a_layer_are_those_its_copies_carry():
+    store = HostStore(UNIT)
+    put(store, range(16))
+    with store.open(store.lookup(IDENTITY, range(16)), 3, 12) as run:
+        assert run.layout == LAYOUT
+        for layer in range(LAYOUT.layers):
+            assert run.layer_nbytes(layer) == total_bytes(run.copies(layer, KvRegion(LAYOUT, 12)))
+        assert sum(map(run.layer_nbytes, range(LAYOUT.layers))) == run.nbytes
+        with pytest.raises(InputError, match="layer"):
+            run.layer_nbytes(LAYOUT.layers)
 
 
 def test_many_threads_never_see_a_wrong_byte():
