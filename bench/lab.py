@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from kvlane.policy import pipeline
 from kvlane.policy.calibration import PrefillSample, TransferSample
-from kvlane.policy.plan import Executor, Plan, Request
+from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
-from kvlane.streams.executor import LayerExecutor
+from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.layout import total_bytes
 
@@ -111,14 +111,14 @@ class Lab:
         self.engine.poison()
         return Answer(self._compute(ids, 0))
 
-    def load(self, store: HostStore, ids: Ids, end: int, executor: Executor) -> Answer:
+    def load(self, store: HostStore, ids: Ids, end: int, mode: Mode) -> Answer:
         """Answer with tokens `[0, end)` loaded; the device KV is poisoned before, outside the timed part."""
         self.engine.poison()
         submitted = self.backend.now()
         hit = store.lookup(self.engine.identity, ids)
         with store.open(hit, 0, end) as run:
             result = self.engine.prefill(
-                ids, load=run, mode=executor, submitted_s=submitted, deadline_s=self.deadline_s
+                ids, load=run, mode=mode, submitted_s=submitted, deadline_s=self.deadline_s
             )
             return Answer(result, run.bytes_moved)
 
@@ -137,7 +137,7 @@ class Lab:
             result = self.engine.prefill(
                 ids,
                 load=run,
-                mode=planner.executor,
+                mode="bulk" if planner.executor == "bulk" else "layered",
                 submitted_s=submitted,
                 deadline_s=self.deadline_s,
             )

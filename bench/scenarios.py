@@ -11,8 +11,9 @@ from kvlane.bench.lab import AloneTimes, Answer, Ids, Lab
 from kvlane.bench.tuning import Tick
 from kvlane.policy.model import ModelSpec
 from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import Executor, Path, Plan, Request
+from kvlane.policy.plan import Path, Plan, Request
 from kvlane.policy.planner import Planner
+from kvlane.streams.executor import Mode
 from kvlane.transfer.host import HostStore
 
 UNIT_TOKENS = 16
@@ -31,7 +32,7 @@ class Condition:
 
     name: str
     path: Path
-    executor: Executor | None
+    executor: Mode | None
     load_tokens: int
     predicted_s: float
 

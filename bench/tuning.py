@@ -12,9 +12,10 @@ from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Device, Link, Machine, Tier
 from kvlane.policy.model import ModelSpec
 from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import EXECUTORS, Executor
+from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PrefillCost
+from kvlane.streams.executor import Mode
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.probe import CopySample
 
@@ -24,6 +25,7 @@ _SMALLEST_PROBED_BYTES = 4 << 20
 _PACE_MARGIN = 1.05
 # Prefills of at most so many tokens are cheap enough to repeat.
 _REPEATED_TOKENS = 5_200
+_MODES: tuple[Mode, ...] = ("bulk", "layered")
 
 Tick = Callable[[str, float], None]
 """Called after each step: what it was, and its share of the work (FLOP)."""
@@ -124,9 +126,9 @@ class Tuner:
         for end in ends:
             ids = self.ids[: end + suffix]
             transfer = planner.transfer("host", self.store.unit_tokens)
-            for executor in EXECUTORS:
-                predicted = PathCost(planner.prefill, executor).load_s(transfer, 0, end, len(ids))
-                answers = [lab.load(self.store, ids, end, executor) for _ in range(3)]
+            for mode in _MODES:
+                predicted = PathCost(planner.prefill, mode).load_s(transfer, 0, end, len(ids))
+                answers = [lab.load(self.store, ids, end, mode) for _ in range(3)]
                 beyond.append(statistics.median(answer.result.total_s for answer in answers) - predicted)
             self.tick(f"calibrating on loads of {end:,} tokens", 0.0)
         return max(0.0, statistics.median(beyond))

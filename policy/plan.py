@@ -11,7 +11,7 @@ from kvlane.policy.machine import Source
 from kvlane.policy.units import LONGEST_S, show_bytes, show_rate, show_seconds
 
 Path = Literal["load", "recompute", "split"]
-Executor = Literal["bulk", "layered"]
+Executor = Literal["bulk", "layered", "two_ended"]
 EXECUTORS: tuple[Executor, ...] = ("bulk", "layered")
 
 
@@ -184,7 +184,9 @@ class Parameter:
 class Plan:
     """The decision for one request.
 
-    `path` is what to do; `load` lists what to load (empty when recomputing); `estimates` holds every path's
+    `path` is what to do; `load` lists what to load, run after run (empty when recomputing; beginning above the resident
+    tokens when those between are computed meanwhile), and `group_layers` how many layers share one event;
+    `estimates` holds every path's
     own best, None with a word in `unavailable` where a path does not exist. `crossover_tokens` and
     `break_even_bytes_per_s` are None with a word in `crossover_note` / `break_even_note` where there is none.
     `notes` say where an estimate leaves the range its calibration was measured in. Not frozen, since it is built
@@ -214,6 +216,7 @@ class Plan:
     calibrated: bool
     parameters_from: dict[str, Parameter]
     notes: tuple[str, ...] = ()
+    group_layers: int = 1
 
     @property
     def load_tokens(self) -> int:
@@ -286,6 +289,7 @@ class Plan:
             "load": [asdict(segment) for segment in self.load],
             "load_tokens": self.load_tokens,
             "load_bytes": self.load_bytes,
+            "group_layers": self.group_layers,
             "recompute_tokens": self.recompute_tokens,
             "ttft_s": self.ttft_s,
             "exposed_s": self.exposed_s,
