@@ -4,13 +4,13 @@ Rules that hold on every backend, so that the executor is written once:
 
 - Work given to one stream runs in order. `copy`, `record` and `wait` return before it has run, except on `compute`
   of a backend whose compute is the calling thread.
-- An event is recorded once. Waiting for one that was never recorded is a mistake the backend need not notice (on
-  CUDA it returns at once), so whoever waits must know on the host that `record` was called.
+- An event is recorded once, and once more after each `reset`. Waiting for one that was never recorded is a mistake the
+  backend need not notice (on CUDA it returns at once), so whoever waits must know on the host that `record` was called.
 - A copy and the events around it are one piece of work: nothing that another thread gives to the stream comes
   between them, and what fails in a copy is on that copy's own `done` and nowhere else. An error that the device
   reports while a copy is being handed over counts as that copy's failure, too.
-- What is used wrongly raises `KvSafetyError`: a closed backend or stream, an event recorded twice, or one read before
-  it has fired.
+- What is used wrongly raises `KvSafetyError`: a closed backend or stream, an event recorded twice or reset too early,
+  or one read before it has fired.
 - The executor takes its threads, flags and clock from the backend too: a backend with a virtual clock can then
   decide every interleaving.
 """
@@ -87,6 +87,13 @@ class Backend(Protocol):
         """Take no more work on a copy stream; what it was given still runs. Returns at once, also when repeated."""
 
     def event(self) -> Event: ...
+
+    def reset(self, event: Event) -> None:
+        """Let an event be recorded again: it has fired, and nobody waits for it any more.
+
+        Raises:
+            KvSafetyError: it has not fired, or a stream or a thread still waits for it.
+        """
 
     def copy(
         self,

@@ -35,17 +35,43 @@ class CopyCancelledError(RuntimeError):
 class CpuEvent:
     """Fired by the thread that reaches it; `time` and `failure` are written before that."""
 
-    __slots__ = ("failure", "fired", "recorded", "time")
+    __slots__ = ("_lock", "_waiting", "failure", "fired", "recorded", "time")
 
     def __init__(self) -> None:
         self.recorded = False
         self.fired = threading.Event()
         self.time = 0.0
         self.failure: BaseException | None = None
+        self._waiting = 0
+        self._lock = threading.Lock()
 
     def fire(self, at: float, failure: BaseException | None = None) -> None:
         self.time, self.failure = at, failure
         self.fired.set()
+
+    def join(self) -> None:
+        """Somebody is going to wait for it: until they `leave` it cannot be reset."""
+        with self._lock:
+            # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
+            if not self.recorded:
+                raise KvSafetyError("waiting for an event that nobody has recorded")
+            self._waiting += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def reset(self) -> None:
+        with self._lock:
+            if not self.fired.is_set():
+                raise KvSafetyError("an event that has not fired is not free to be recorded again")
+            if self._waiting:
+                raise KvSafetyError(
+                    "an event that is still waited for would let go of whoever waits too late"
+                )
+            self.recorded = False
+            self.failure = None
+            self.fired.clear()
 
 
 class _ComputeStream:
@@ -182,6 +208,9 @@ class CpuBackend:
     def event(self) -> Event:
         return CpuEvent()
 
+    def reset(self, event: Event) -> None:
+        _cpu(event).reset()
+
     def copy(
         self,
         stream: Stream,
@@ -250,21 +279,31 @@ class CpuBackend:
         if not isinstance(stream, CpuStream):
             self.synchronize(event, timeout_s)
             return
-        point = _recorded(event)
+        point = _cpu(event)
 
         def work() -> None:
             point.fired.wait()
             stream.ready_at = max(stream.ready_at, point.time)
+            point.leave()
 
-        stream.submit(work)
+        point.join()
+        try:
+            stream.submit(work)
+        except BaseException:
+            point.leave()
+            raise
 
     def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
-        if not _recorded(event).fired.wait(timeout_s):
-            raise TimeoutError(f"not fired within {timeout_s} s")
+        point = _cpu(event)
+        point.join()
+        try:
+            if not point.fired.wait(timeout_s):
+                raise TimeoutError(f"not fired within {timeout_s} s")
+        finally:
+            point.leave()
 
     def fired(self, event: Event) -> bool:
-        assert isinstance(event, CpuEvent)
-        return event.fired.is_set()
+        return _cpu(event).fired.is_set()
 
     def time_of(self, event: Event) -> float:
         return _fired(event).time
@@ -299,26 +338,23 @@ class CpuBackend:
         self.close()
 
 
+def _cpu(event: Event) -> CpuEvent:
+    assert isinstance(event, CpuEvent)
+    return event
+
+
 def _unrecorded(event: Event) -> CpuEvent:
-    assert isinstance(event, CpuEvent)
-    if event.recorded:
+    point = _cpu(event)
+    if point.recorded:
         raise KvSafetyError("an event is recorded once: whoever waits for it could be let go too early")
-    return event
-
-
-def _recorded(event: Event) -> CpuEvent:
-    assert isinstance(event, CpuEvent)
-    # CUDA would let this pass as a no-op and read what is not there yet: worse than stopping.
-    if not event.recorded:
-        raise KvSafetyError("waiting for an event that nobody has recorded")
-    return event
+    return point
 
 
 def _fired(event: Event) -> CpuEvent:
-    assert isinstance(event, CpuEvent)
-    if not event.fired.is_set():
+    point = _cpu(event)
+    if not point.fired.is_set():
         raise KvSafetyError("the event has not fired: nothing is known about it yet")
-    return event
+    return point
 
 
 def _join(thread: threading.Thread, until: float) -> None:

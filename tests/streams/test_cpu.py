@@ -85,6 +85,59 @@ class TestStream:
             with pytest.raises(KvSafetyError, match="once"):
                 backend.record(backend.compute, event)
 
+    def test_an_event_that_was_reset_is_recorded_again_and_tells_of_the_second_time(self, kit):
+        with kit.FailingBackend(layer=1) as backend:
+            stream, began, done = backend.stream("s"), backend.event(), backend.event()
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            copy(backend, stream, device, host, [CopyDescriptor(1, 0, 0, 8)], began=began, done=done)
+            backend.synchronize(done, 10)
+            first = backend.time_of(done)
+            assert isinstance(backend.failure(done), OSError)
+            backend.reset(began)
+            backend.reset(done)
+            assert not backend.fired(done)
+            with pytest.raises(KvSafetyError, match="recorded"):
+                backend.synchronize(done, 1)
+            copy(backend, stream, device, host, whole(8), began=began, done=done)
+            backend.synchronize(done, 10)
+            assert backend.failure(done) is None
+            assert backend.time_of(done) > first
+
+    def test_an_event_that_has_not_fired_is_not_reset(self, kit):
+        with kit.StuckBackend(layer=1) as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(8), backend.host_bytes(8)
+            for event in (backend.event(), copy(backend, stream, device, host, [CopyDescriptor(1, 0, 0, 8)])):
+                with pytest.raises(KvSafetyError, match="not fired"):
+                    backend.reset(event)
+
+    def test_an_event_a_stream_still_waits_for_is_not_reset(self, kit):
+        with kit.StuckBackend(layer=1) as backend:
+            first, second = backend.stream("first"), backend.stream("second")
+            device, host = backend.device_bytes(8), backend.host_bytes(8)
+            done = copy(backend, first, device, host, whole(8))
+            backend.synchronize(done, 10)
+            # The second stream comes to the wait only once it is through with its copy.
+            stuck = copy(backend, second, device, host, [CopyDescriptor(1, 0, 0, 8)])
+            backend.wait(second, done)
+            with pytest.raises(KvSafetyError, match="waited for"):
+                backend.reset(done)
+            after = backend.event()
+            backend.record(second, after)
+            backend.go.set()
+            backend.synchronize(after, 10)
+            backend.reset(done)
+            assert backend.fired(stuck)
+
+    def test_an_event_a_thread_was_waiting_for_is_reset_once_it_has_gone(self, kit):
+        with kit.StuckBackend(layer=1) as backend:
+            stream, device, host = backend.stream("s"), backend.device_bytes(8), backend.host_bytes(8)
+            done = copy(backend, stream, device, host, [CopyDescriptor(1, 0, 0, 8)])
+            with pytest.raises(TimeoutError):
+                backend.synchronize(done, 0.01)
+            backend.go.set()
+            backend.synchronize(done, 10)
+            backend.reset(done)
+
     def test_an_event_that_has_not_fired_tells_nothing(self):
         with CpuBackend() as backend:
             for ask in (backend.time_of, backend.failure):
