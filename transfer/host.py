@@ -390,8 +390,8 @@ class HostRun:
 
 def _checksum(region: KvRegion, memory: HostBytes, layer: int, start: int, end: int) -> int:
     """CRC-32 of a token range of one layer, its keys before its values."""
-    keys = zlib.crc32(memory[region.key_offset(layer, start) : region.key_offset(layer, end)])
-    return zlib.crc32(memory[region.value_offset(layer, start) : region.value_offset(layer, end)], keys)
+    keys = zlib.crc32(memory[region.key_offset(layer, start) : region.key_offset(layer, end)].data)
+    return zlib.crc32(memory[region.value_offset(layer, start) : region.value_offset(layer, end)].data, keys)
 
 
 def _checked(region: KvRegion, layers: Iterable[LayerKv]) -> Iterator[LayerKv]:
