@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, TypeAlias
@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds
-from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion
+from kvlane.transfer.layout import CopyDescriptor, KvLayout, Region
+from kvlane.transfer.shapes import TpShard
 
 HostBytes: TypeAlias = npt.NDArray[np.uint8]
-LayerKv: TypeAlias = tuple[HostBytes, HostBytes]
-"""One layer's keys and values as flat bytes, `[token][head][dim]` each."""
+LayerKv: TypeAlias = tuple[HostBytes, HostBytes] | tuple[HostBytes, HostBytes, HostBytes]
+"""One layer's keys and values as flat bytes, `[token][head][dim]` each, and its states where it has one."""
 
 
 class KvSafetyError(RuntimeError):
@@ -53,6 +54,7 @@ class Hit:
         tokens: whole units, counted from token 0.
         store: which store found it: numbers of entries mean nothing to another one.
         entry: which stored prompt, for the store's own use; 0 on a miss.
+        checkpoints: token counts at which a load may end where layers have states; empty where none has.
     """
 
     tier: str
@@ -60,6 +62,7 @@ class Hit:
     tokens: int
     store: str
     entry: int
+    checkpoints: tuple[int, ...] = ()
 
 
 class StoredRun(Protocol):
@@ -78,7 +81,7 @@ class StoredRun(Protocol):
     @property
     def end(self) -> int: ...
     @property
-    def region(self) -> KvRegion:
+    def region(self) -> Region:
         """How `memory` is arranged."""
 
     @property
@@ -109,8 +112,15 @@ class StoredRun(Protocol):
             ChecksumError: they are not those that were put.
         """
 
-    def copies(self, layer: int, destination: KvRegion) -> tuple[CopyDescriptor, ...]:
-        """The coalesced copies of one layer into the same tokens of `destination`."""
+    def check(self, destination: Region) -> None:
+        """That this run can be copied there.
+
+        Raises:
+            InputError: another layout, or too small a destination.
+        """
+
+    def copies(self, layer: int, destination: Region) -> tuple[CopyDescriptor, ...]:
+        """The coalesced copies of one layer into the same tokens of `destination`; none where it moves nothing."""
 
     def count_moved(self, nbytes: int) -> None:
         """Count bytes whose copy has finished."""
@@ -141,14 +151,23 @@ class Store(Protocol):
         """Bytes of finished copies out of this store."""
 
     def put(
-        self, identity: KvIdentity, token_ids: TokenIds, layout: KvLayout, layers: Iterable[LayerKv]
+        self,
+        identity: KvIdentity,
+        token_ids: TokenIds,
+        layout: KvLayout,
+        layers: Iterable[LayerKv],
+        checkpoints: Sequence[int] = (),
     ) -> int:
         """Store a prompt's whole units; returns how many tokens are now stored.
 
         Each layer is copied before the next is asked for, and `layers` is read to its end before any of it can be
-        found: a source that changes meanwhile has the chance to raise.
+        found: a source that changes meanwhile has the chance to raise. `checkpoints` are the token counts whose states
+        it holds, where layers have states.
         """
 
     def lookup(self, identity: KvIdentity, token_ids: TokenIds) -> Hit: ...
 
-    def open(self, hit: Hit, start: int, end: int) -> StoredRun: ...
+    def open(
+        self, hit: Hit, start: int, end: int, *, load_end: int | None = None, shard: TpShard = ...
+    ) -> StoredRun:
+        """Pin tokens `[start, end)` of a hit, as a part of a load that ends at `load_end` (`end` if None)."""

@@ -91,7 +91,7 @@ class TestLookup:
     def test_the_layout_changed_alone_is_a_miss(self):
         store = HostStore(UNIT)
         put(store, range(16))
-        other = replace(LAYOUT, itemsize=1)
+        other = KvLayout(layers=3, kv_heads=2, k_width=4, v_width=3, itemsize=1)
         assert store.lookup(replace(IDENTITY, layout=other.name), range(16)).state == "miss"
 
     @pytest.mark.parametrize("at", [0, 5, 15])
