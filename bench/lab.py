@@ -21,7 +21,6 @@ from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
 from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
-from kvlane.transfer.layout import total_bytes
 
 Ids = npt.NDArray[np.int64]
 
@@ -118,7 +117,12 @@ class Lab:
         hit = store.lookup(self.engine.identity, ids)
         with store.open(hit, 0, end) as run:
             result = self.engine.prefill(
-                ids, load=run, mode=mode, submitted_s=submitted, deadline_s=self.deadline_s
+                ids,
+                load=run,
+                mode=mode,
+                submitted_s=submitted,
+                deadline_s=self.deadline_s,
+                on_failure="raise",
             )
             return Answer(result, run.bytes_moved)
 
@@ -140,6 +144,7 @@ class Lab:
                 mode="bulk" if planner.executor == "bulk" else "layered",
                 submitted_s=submitted,
                 deadline_s=self.deadline_s,
+                on_failure="raise",
             )
             return Answer(result, run.bytes_moved, plan)
 
@@ -164,7 +169,11 @@ class Lab:
             return
         with store.open(hit, 0, loaded) as run:
             self.engine.prefill(
-                ids[: max(end, loaded + 1)], load=run, mode="bulk", deadline_s=self.deadline_s
+                ids[: max(end, loaded + 1)],
+                load=run,
+                mode="bulk",
+                deadline_s=self.deadline_s,
+                on_failure="raise",
             )
 
     def sample_prefill(
@@ -215,15 +224,12 @@ class Lab:
         with store.open(hit, 0, end) as run:
             began = self.backend.now()
             load = self._copier.submit(
-                run, self.engine.kv.memory, self.engine.kv.region, mode="bulk", deadline_s=self.deadline_s
+                [run], self.engine.kv.memory, self.engine.kv.region, mode="bulk", deadline_s=self.deadline_s
             )
             load.finish()
-        arrivals = tuple(self.backend.time_of(event) - began for event in load.arrived)
-        counts = (
-            sum(len(copies) for copies in load.copies),
-            sum(total_bytes(copies) for copies in load.copies),
-        )
-        return arrivals, counts
+        rows = load.timings(began)[0].layers
+        arrivals = tuple(row.arrive_s for row in rows)
+        return arrivals, (sum(row.copies for row in rows), sum(row.bytes for row in rows))
 
     def lookup_s(self, store: HostStore, ids: Ids, repeats: int = 5) -> float:
         """Seconds to look a prompt up, the median of several."""

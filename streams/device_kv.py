@@ -50,6 +50,11 @@ class DeviceKv:
         for rows in (*self._keys, *self._values):
             rows[:, :, start:].fill_(float("nan"))
 
+    def take_from(self, other: DeviceKv, tokens: int) -> None:
+        """Copy the first tokens' keys and values from a block of the same layout, in order on the compute stream."""
+        for mine, its in zip((*self._keys, *self._values), (*other._keys, *other._values), strict=True):
+            mine[:, :, :tokens] = its[:, :, :tokens]
+
     def layer_bytes(self, start: int, end: int) -> Iterator[LayerKv]:
         """For every layer the flat bytes of tokens `[start, end)`, keys and values, on the host.
 

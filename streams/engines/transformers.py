@@ -1,45 +1,36 @@
 """transformers: prefills one prompt on a decoder whose KV lies in a `DeviceKv`, loading part of it meanwhile.
 
-Run against transformers 5.17 and 5.24. Each decoder layer's `update` writes its new keys and values into the
-preallocated block and then waits for its own stored ones, so the layers' copies run under the compute of the layers
-before them.
+Run against transformers 5.17 and 5.24.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvlane.policy.errors import InputError
-from kvlane.streams.backend import Backend
+from kvlane.streams.backend import Backend, Flag
 from kvlane.streams.device_kv import DeviceKv
-from kvlane.streams.engines.transformers_model import (
-    MODEL_TYPES,
-    cache_argument,
-    decoder_layers,
-    identity_of,
-    layout_of,
-    watched,
-)
+from kvlane.streams.engines.transformers_forward import ModelForward, PromptForward
+from kvlane.streams.engines.transformers_model import MODEL_TYPES, identity_of, layout_of
 from kvlane.streams.executor import (
     DEFAULT_DEADLINE_S,
     LayerExecutor,
-    LayerLoad,
-    LayerPass,
     LayerTiming,
-    LoadError,
+    LoadFailure,
     Mode,
-    check_deadline,
+    PartTiming,
+    PassTiming,
 )
+from kvlane.streams.prefill import Job, OnFailure, Prefiller, SequenceKv
+from kvlane.streams.quarantine import BlockPool
 from kvlane.transfer.identity import EncodedIds, TokenIds, encode_token_ids
 from kvlane.transfer.store import KvSafetyError, LayerKv, Store, StoredRun
 
@@ -53,14 +44,17 @@ class PrefillResult:
     Attributes:
         first_token: the id of largest logit.
         logits: of the first new token, float32 [vocabulary].
-        mode: how the load ran, None without one.
+        mode: how the load was to run, None without one.
         resident_tokens: were on the device already.
-        loaded_tokens: came from the store.
-        loaded_bytes: bytes of the finished copies.
+        loaded_tokens: came from a store.
+        loaded_bytes: bytes of the copies that brought them.
         computed_tokens: went through the model.
         total_s: from the submission until the token's id was on the host.
         head_s: from the end of the last layer to the same moment.
-        layers: one row per layer, seconds after the submission.
+        passes: the passes the answer comes from, each with a row per layer.
+        parts: every run's copies; those of a failed load as far as they arrived.
+        failures: the load that failed, if one did: what it was to bring was computed.
+        refused: why a load was not even started, None where it was or there was none.
     """
 
     first_token: int
@@ -72,7 +66,20 @@ class PrefillResult:
     computed_tokens: int
     total_s: float
     head_s: float
-    layers: tuple[LayerTiming, ...]
+    passes: tuple[PassTiming, ...]
+    parts: tuple[PartTiming, ...] = ()
+    failures: tuple[LoadFailure, ...] = ()
+    refused: str | None = None
+
+    @property
+    def layers(self) -> tuple[LayerTiming, ...]:
+        """The rows of the pass that the answer came out of."""
+        return self.passes[-1].layers
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether tokens were computed that a load was to bring."""
+        return bool(self.failures) or self.refused is not None
 
 
 class TransformersEngine:
@@ -89,9 +96,11 @@ class TransformersEngine:
         name: see `identity_of`.
         weights_revision: see `identity_of`.
         adapter: see `identity_of`.
+        quarantine_blocks: most blocks that may wait for the copies of failed loads to end, each as large as the
+            engine's own; made when a load fails, and used again.
 
     Raises:
-        InputError: a kind of model this adapter does not run, or one in training mode.
+        InputError: a kind of model this adapter does not run, one in training mode, or a quarantine for no block.
     """
 
     def __init__(
@@ -103,19 +112,22 @@ class TransformersEngine:
         name: str,
         weights_revision: str,
         adapter: str | None = None,
+        quarantine_blocks: int = 2,
     ) -> None:
         self.layout = layout_of(model)
         self.identity = identity_of(model, name, weights_revision, adapter)
         self.model = model
         self.backend = backend
-        self.kv = DeviceKv(backend, self.layout, model.dtype, capacity_tokens)
-        self._executor = LayerExecutor(backend)
+        self.pool = BlockPool(
+            lambda: DeviceKv(backend, self.layout, model.dtype, capacity_tokens), quarantine_blocks
+        )
+        self._executor = LayerExecutor(backend, ring_sets=quarantine_blocks + 1)
+        self._prefiller = Prefiller(backend, self._executor, self.pool, self.layout.layers)
+        self._forward = ModelForward(model, self.layout.layers)
         self._modules = tuple(model.modules())
-        self._decoder_layers = decoder_layers(model, self.layout.layers)
-        self._cache_argument = cache_argument(model)
         self._check_model()
+        self._sequence = SequenceKv(self.pool.take())
         self._held: EncodedIds = np.empty(0, np.uint32)
-        self._load: LayerLoad | None = None
         self._busy = threading.Lock()
         self._generation = 0  # goes up before the block is written
 
@@ -127,6 +139,11 @@ class TransformersEngine:
         """
         with self._alone("close"):
             self._executor.close()
+
+    @property
+    def kv(self) -> DeviceKv:
+        """The block. Another one after a load failed with a copy still under way."""
+        return self._sequence.block
 
     @property
     def capacity_tokens(self) -> int:
@@ -146,11 +163,11 @@ class TransformersEngine:
         """Overwrite the block's KV from token `start` on with NaN and forget it.
 
         Raises:
-            LoadError: an earlier load still writes to the block.
-            KvSafetyError: the engine is in use.
+            KvSafetyError: the engine is in use, or there was no memory for a block without a stuck copy.
         """
         with self._alone("poison"):
-            self._settle(DEFAULT_DEADLINE_S)
+            if self._sequence.stuck is not None:
+                raise KvSafetyError("a copy of a load that failed may still write to the block")
             self._keep(start)
             self.kv.poison(start)
 
@@ -211,84 +228,89 @@ class TransformersEngine:
         """Nothing after these tokens is what the block said it was; call before it is written."""
         # In this order, and read in the other: whoever still saw the old ids has the old generation, too.
         self._held = self._held[:tokens]
+        self._sequence.tokens = self._held.size
         self._generation += 1
 
     def prefill(
         self,
         token_ids: TokenIds,
         resident: int = 0,
-        load: StoredRun | None = None,
+        load: StoredRun | Sequence[StoredRun] | None = None,
         *,
         mode: Mode = "layered",
+        group_layers: int = 1,
         submitted_s: float | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        cancel: Flag | None = None,
+        on_failure: OnFailure = "recompute",
     ) -> PrefillResult:
-        """The prompt's first new token: `resident` tokens reused, `load` loaded after them, the rest computed.
+        """The prompt's first new token: `resident` tokens reused, `load` loaded, the rest computed.
+
+        A load that fails is not an error: what it was to bring is computed, and the result says what failed.
 
         Args:
             token_ids: the whole prompt, shape [tokens].
             resident: leading tokens whose KV the block holds.
-            load: stored tokens `[resident, end)` of this prompt, `end` below its length; see `Store.open`. The
-                caller's handle may be closed as soon as this returns or raises.
+            load: stored tokens of this prompt, one run or several that follow one another, ending below its length; see
+                `Store.open`. Where the first begins after the resident tokens, those between are computed meanwhile.
+                The caller's handles may be closed as soon as this returns or raises.
             mode: what the compute waits for: `layered` for each layer's own KV, `bulk` for all of it at the start.
+            group_layers: layers that share one event.
             submitted_s: when the request arrived, on the backend's clock, if before this call (a lookup and a decision
                 count as part of the time to the first token).
             deadline_s: from now; a load that is not done by then is given up.
+            cancel: a flag of the backend's; set, it calls the request off.
+            on_failure: `raise` to be told of a load that failed by an error. The block then holds the resident tokens.
 
         Raises:
             InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
                 model, prompt or range, a model in training mode, autocast, a deadline that cannot be waited for.
-            LoadError: a layer did not arrive. The block then holds the resident tokens only.
+            LoadError: with `raise`, a layer did not arrive.
+            LoadRefusedError: with `raise`, too many earlier loads have not ended.
+            PrefillCancelledError: the request was called off.
             KvSafetyError: the engine is in use.
         """
         began = self.backend.now()
         # A copy: the caller's array may change while the model runs, and what is held must not.
         ids = encode_token_ids(token_ids).copy()
+        runs = () if load is None else tuple(load) if isinstance(load, Sequence) else (load,)
         with self._alone("prefill"):
-            return self._prefill(
-                ids, resident, load, mode, began if submitted_s is None else submitted_s, deadline_s
+            self._check_model()
+            self._check_prompt(ids, resident, runs)
+            job = Job(
+                tokens=ids.size,
+                resident=resident,
+                parts=runs,
+                submitted_s=began if submitted_s is None else submitted_s,
+                mode=mode,
+                group_layers=group_layers,
+                deadline_s=deadline_s,
+                cancel=cancel,
+                on_failure=on_failure,
             )
+            return self._prefill(ids, job)
 
-    def _prefill(
-        self,
-        ids: EncodedIds,
-        resident: int,
-        load: StoredRun | None,
-        mode: Mode,
-        submitted_s: float,
-        deadline_s: float,
-    ) -> PrefillResult:
-        self._check_model()
-        check_deadline(deadline_s)
-        past = self._check_request(ids, resident, load)
-        self._settle(deadline_s)
-        self._keep(resident)
-        if load is not None:
-            self._load = self._executor.submit(
-                load, self.kv.memory, self.kv.region, mode=mode, deadline_s=deadline_s
-            )
-        steps = LayerPass(self.backend, self.layout.layers, self._load, submitted_s)
+    def _prefill(self, ids: EncodedIds, job: Job) -> PrefillResult:
+        self._keep(job.resident)
         try:
-            logits, token, done = self._forward(ids[past:], past, steps)
-            layers = steps.finish()
-        except BaseException:
-            if self._load is not None:
-                self._load.give_up()
-            raise
-        self._load = None
-        self._held = ids
-        total_s = done - submitted_s
+            outcome = self._prefiller.run(PromptForward(self._forward, ids), self._sequence, job)
+        finally:
+            self._held = ids[: self._sequence.tokens]
+        logits, token = outcome.answer
         return PrefillResult(
             first_token=token,
             logits=logits.float().cpu().numpy(),
-            mode=None if load is None else mode,
-            resident_tokens=resident,
-            loaded_tokens=past - resident,
-            loaded_bytes=sum(row.bytes for row in layers),
-            computed_tokens=ids.size - past,
-            total_s=total_s,
-            head_s=total_s - layers[-1].compute_end_s,
-            layers=layers,
+            mode=job.mode if job.parts else None,
+            resident_tokens=job.resident,
+            loaded_tokens=outcome.loaded_tokens,
+            loaded_bytes=outcome.loaded_bytes,
+            computed_tokens=outcome.computed_tokens,
+            total_s=outcome.total_s,
+            head_s=outcome.head_s,
+            passes=outcome.passes,
+            parts=outcome.parts,
+            failures=outcome.failures,
+            refused=outcome.refused,
         )
 
     def _check_model(self) -> None:
@@ -299,94 +321,14 @@ class TransformersEngine:
         if torch.is_autocast_enabled(kind):
             raise InputError("autocast", f"is enabled for {kind}", "off: its KV would be of another type")
 
-    def _check_request(self, ids: EncodedIds, resident: int, load: StoredRun | None) -> int:
-        """The number of tokens that are not computed."""
+    def _check_prompt(self, ids: EncodedIds, resident: int, runs: Sequence[StoredRun]) -> None:
+        """That everything is this prompt's; whether it adds up is for `Job` to say."""
         if not 1 <= ids.size <= self.capacity_tokens:
             raise InputError("token_ids", f"holds {ids.size} tokens", f"1 to {self.capacity_tokens}")
-        if not 0 <= resident < ids.size:
-            raise InputError("resident", f"is {resident} of {ids.size}", "leaving one token to compute")
         if not self.holds(ids, resident):
             raise InputError("resident", f"{resident} tokens of this prompt are not on the device")
-        if load is None:
-            return resident
-        if load.identity != self.identity:
-            raise InputError("load", "was stored under another identity", "this engine's KV")
-        if load.start != resident or not load.start < load.end < ids.size:
-            raise InputError("load", f"is [{load.start}, {load.end})", f"[{resident}, below {ids.size})")
-        if not np.array_equal(load.token_ids[: load.end], ids[: load.end]):
-            raise InputError("load", "was stored for another prompt", "the same token ids")
-        return load.end
-
-    def _settle(self, timeout_s: float) -> None:
-        # A load that failed may have left a copy under way: until it is done the block is not ours to write.
-        if self._load is not None and not self._load.settle(timeout_s):
-            raise LoadError(self.layout.layers - 1, "a copy of an earlier load is still under way")
-        self._load = None
-
-    def _forward(self, new_ids: EncodedIds, past: int, steps: LayerPass) -> tuple[torch.Tensor, int, float]:
-        """Logits [vocabulary], the token's id and the time it was on the host."""
-        cache_layers = [_CacheLayer(self.kv, layer, past, steps.ready) for layer in range(self.layout.layers)]
-        arguments: dict[str, Any] = {self._cache_argument: Cache(layers=list(cache_layers))}
-        inputs = torch.from_numpy(new_ids.astype(np.int64)).unsqueeze(0).to(self.model.device)
-        with torch.inference_mode(), watched(self._decoder_layers, steps):
-            steps.before()
-            # No mask: without one the model derives causality from the cache's length, and may use a kernel for it.
-            output = self.model(input_ids=inputs, use_cache=True, logits_to_keep=1, **arguments)
-            logits = output.logits[0, -1]
-            token = int(logits.argmax())
-        done = self.backend.now()
-        for layer in cache_layers:
-            layer.check_visited(past + new_ids.size)
-        return logits, token, done
-
-
-class _CacheLayer(CacheLayerMixin):
-    """One layer's KV in the block, as transformers wants it: `update` is where a layer's attention gets it."""
-
-    is_sliding = False
-
-    def __init__(self, kv: DeviceKv, layer: int, past: int, ready: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._keys = kv.keys(layer)
-        self._values = kv.values(layer)
-        self.is_initialized = True
-        self._layer = layer
-        self._length = past
-        self._ready = ready
-        self._updates = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the block is there from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new rows [1, kv_heads, new, width] after the past ones; returns all of them once they are there."""
-        if key_states.dtype != self._keys.dtype or value_states.dtype != self._values.dtype:
-            # Assigning would convert it in silence, and what is stored would be no KV of the identity's.
-            raise KvSafetyError(f"layer {self._layer} computed {key_states.dtype} KV, not {self._keys.dtype}")
-        start, end = self._length, self._length + key_states.shape[-2]
-        self._keys[:, :, start:end] = key_states
-        self._values[:, :, start:end] = value_states
-        self._length = end
-        self._updates += 1
-        # As late as can be: the projections of this layer ran under its own copy.
-        self._ready(self._layer)
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        """Positions and masks come from it before any update: it counts tokens still on their way, too."""
-        return self._length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return int(self._keys.shape[-2])
-
-    def check_visited(self, length: int) -> None:
-        """Raises `KvSafetyError` unless the layer took its KV once, and all of it."""
-        if self._updates != 1:
-            raise KvSafetyError(f"layer {self._layer} asked for its KV {self._updates} times in one pass")
-        if self._length != length:
-            raise KvSafetyError(f"layer {self._layer} holds {self._length} of {length} tokens")
+        for run in runs:
+            if run.identity != self.identity:
+                raise InputError("load", "was stored under another identity", "this engine's KV")
+            if not np.array_equal(run.token_ids[: run.end], ids[: run.end]):
+                raise InputError("load", "was stored for another prompt", "the same token ids")

@@ -135,6 +135,16 @@ def stored(model, ids, unit=UNIT):
     return store, result
 
 
+def freed(store, timeout_s=10.0):
+    """Whether nothing of a store is pinned any more, which a load that was given up need not have come to yet."""
+    until = time.monotonic() + timeout_s
+    while store.clear():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 class Kit:
     """What tests of this folder share; a fixture, because test folders are not importable."""
 
@@ -148,6 +158,7 @@ class Kit:
     ids = staticmethod(make_ids)
     engine = staticmethod(make_engine)
     stored = staticmethod(stored)
+    freed = staticmethod(freed)
 
 
 @pytest.fixture

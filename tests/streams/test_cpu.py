@@ -193,7 +193,7 @@ def test_the_checks_hold_under_python_o():
         "refused(lambda: backend.failure(backend.event()))\n"
         "refused(lambda: backend.stream('late'))\n"
         "refused(lambda: backend.start(lambda: None, 'late'))\n"
-        "refused(LayerPass(backend, 1, None, 0.0).finish)\n"
+        "refused(LayerPass(backend, 1, None, 0.0).timings)\n"
     )
     subprocess.run([sys.executable, "-O", "-c", code], check=True)
 

@@ -12,6 +12,7 @@ import pytest
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.executor import LayerExecutor, LayerLoad, LayerPass, LoadError
+from kvlane.streams.part import PartLoad
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout, KvRegion
@@ -57,11 +58,12 @@ def run_pass(backend, load, memory, compute_s=0.0):
         read.append(layer_of(backend, memory, layer))
         time.sleep(compute_s)
         steps.end(layer)
-    return read, steps.finish()
+    steps.finish()
+    return read, steps.timings()
 
 
 def submit(backend, run, memory, mode="layered", **options):
-    return LayerExecutor(backend).submit(run, memory, REGION, mode=mode, **options)
+    return LayerExecutor(backend).submit([run], memory, REGION, mode=mode, **options)
 
 
 @pytest.mark.parametrize("mode", ["bulk", "layered"])
@@ -79,13 +81,13 @@ class TestPass:
 
     def test_copies_and_enqueues_off_the_compute_thread(self, kit, mode, monkeypatch):
         enqueuing = set()
-        enqueue = LayerLoad._enqueue
+        issue = PartLoad._issue
 
-        def noted(self, layer):
+        def noted(self, *copies):
             enqueuing.add(threading.get_ident())
-            enqueue(self, layer)
+            issue(self, *copies)
 
-        monkeypatch.setattr(LayerLoad, "_enqueue", noted)
+        monkeypatch.setattr(PartLoad, "_issue", noted)
         store, _ = filled_store()
         with kit.SlowBackend() as backend, open_all(store) as run:
             memory = backend.device_bytes(REGION.nbytes)
@@ -167,7 +169,7 @@ class TestPass:
             load = submit(backend, run, memory, mode, deadline_s=0.05)
             with pytest.raises(LoadError, match="deadline") as caught:
                 run_pass(backend, load, memory)
-            assert caught.value.layer == (2 if mode == "layered" else LAYOUT.layers - 1)
+            assert caught.value.layer == 2
             # The stuck copy still reads the source and may yet write: both stay taken.
             run.close()
             assert not load.settled
@@ -183,13 +185,13 @@ class TestGuards:
     """Each control run takes a guard away and must be noticed; the guarded run beside it must not."""
 
     def test_the_host_waits_until_a_layers_event_is_recorded(self, monkeypatch):
-        enqueue = LayerLoad._enqueue
+        issue = PartLoad._issue
 
-        def late(self, layer):
+        def late(self, *copies):
             time.sleep(0.01)
-            enqueue(self, layer)
+            issue(self, *copies)
 
-        monkeypatch.setattr(LayerLoad, "_enqueue", late)
+        monkeypatch.setattr(PartLoad, "_issue", late)
         store, layers = filled_store()
         with CpuBackend() as backend, open_all(store) as run:
             memory = backend.device_bytes(REGION.nbytes)
@@ -199,7 +201,7 @@ class TestGuards:
 
             # Control: on CUDA this would be a wait for nothing, here it is an error.
             load = submit(backend, run, memory)
-            load._issued = [AlwaysSet()] * LAYOUT.layers
+            load.parts[0].decided = [AlwaysSet()] * LAYOUT.layers
             with pytest.raises(KvSafetyError, match="recorded"):
                 load.hold(0)
             assert load.settle(10)
@@ -237,7 +239,7 @@ class TestGuards:
             assert submit(backend, run, memory).settle(10)
         fence = next(event for kind, name, event in events if (kind, name) == ("record", "compute"))
         kinds = [(kind, name, event is fence) for kind, name, event in events]
-        assert kinds.index(("wait", "copy", True)) < kinds.index(("copy", "copy", False))
+        assert kinds.index(("wait", "copy-host", True)) < kinds.index(("copy", "copy-host", False))
 
     def test_a_load_given_up_raises_and_frees_its_source(self, kit):
         store, _ = filled_store()
@@ -296,7 +298,7 @@ class TestSubmit:
         with CpuBackend() as backend:
             with open_all(store) as run, pytest.raises(InputError):
                 LayerExecutor(backend).submit(
-                    run, backend.device_bytes(region.nbytes), region, mode="layered"
+                    [run], backend.device_bytes(region.nbytes), region, mode="layered"
                 )
             assert store.clear() == 0
 
@@ -306,7 +308,7 @@ class TestSubmit:
         with CpuBackend() as backend:
             executor, memory = LayerExecutor(backend), backend.device_bytes(REGION.nbytes)
         with open_all(store) as run, pytest.raises(KvSafetyError, match="closed"):
-            executor.submit(run, memory, REGION, mode="layered")
+            executor.submit([run], memory, REGION, mode="layered")
         assert store.clear() == 0
         assert threading.active_count() == before
 
@@ -317,13 +319,13 @@ class TestSubmit:
         with kit.StuckBackend(layer=1) as backend, open_all(store) as run:
             memory = backend.device_bytes(REGION.nbytes)
             executor = LayerExecutor(backend)
-            load = executor.submit(run, memory, REGION, mode=mode)
+            load = executor.submit([run], memory, REGION, mode=mode)
             load.hold(0)
             executor.close()
             executor.close()
             assert not load.settled
             with pytest.raises(KvSafetyError, match="closed"):
-                executor.submit(run, memory, REGION, mode=mode)
+                executor.submit([run], memory, REGION, mode=mode)
             backend.go.set()
             assert load.settle(10)
             for thread in set(threading.enumerate()) - before:
@@ -336,18 +338,18 @@ class TestSubmit:
     def test_closing_before_a_layer_is_enqueued_fails_the_load_there(self, monkeypatch):
         store, _ = filled_store()
         reached, closed = threading.Event(), threading.Event()
-        enqueue = LayerLoad._enqueue
+        issue = PartLoad._issue
 
-        def interrupted(self, layer):
-            if layer == 2:
+        def interrupted(self, copies, moves):
+            if copies[0].layer == 2:
                 reached.set()
                 closed.wait(10)
-            enqueue(self, layer)
+            issue(self, copies, moves)
 
-        monkeypatch.setattr(LayerLoad, "_enqueue", interrupted)
+        monkeypatch.setattr(PartLoad, "_issue", interrupted)
         with CpuBackend() as backend, open_all(store) as run:
             executor = LayerExecutor(backend)
-            load = executor.submit(run, backend.device_bytes(REGION.nbytes), REGION, mode="layered")
+            load = executor.submit([run], backend.device_bytes(REGION.nbytes), REGION, mode="layered")
             assert reached.wait(10)
             load.hold(1)
             executor.close()
@@ -365,7 +367,7 @@ class TestSubmit:
             steps.begin(0)
             steps.end(0)
             with pytest.raises(KvSafetyError, match="every layer"):
-                steps.finish()
+                steps.timings()
 
     def test_the_callers_handle_may_be_closed_at_once(self, kit):
         store, layers = filled_store()

@@ -87,7 +87,7 @@ class Side:
     def submit(self, executor):
         hit = self.store.lookup(IDENTITY, range(TOKENS))
         with self.store.open(hit, 0, TOKENS) as run:
-            return executor.submit(run, self.memory, REGION, mode="layered")
+            return executor.submit([run], self.memory, REGION, mode="layered")
 
     def check_whole(self, load):
         self.read_all(load)
@@ -99,7 +99,7 @@ class Side:
     def read_all(self, load):
         for layer in range(LAYOUT.layers):
             load.hold(layer)
-            its = slice(REGION.key_offset(layer), REGION.key_offset(layer + 1))
+            its = slice(REGION.key_offset(layer), REGION.value_offset(layer, TOKENS))
             np.testing.assert_array_equal(self.backend.read(self.memory)[its], self.expected[its])
 
     def check_failed(self, load, layer, match):

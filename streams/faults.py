@@ -1,0 +1,44 @@
+"""What can go wrong with a load, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class LoadError(RuntimeError):
+    """A load did not deliver a layer's KV: it raised, came late, short or wrong, or was given up.
+
+    Attributes:
+        layer: the first layer known not to have come.
+        reason: why, in words.
+        tier: where it was to come from.
+        given_up: nobody wanted it any more: no fault of the tier.
+    """
+
+    def __init__(self, layer: int, reason: str, tier: str = "", *, given_up: bool = False) -> None:
+        self.layer = layer
+        self.reason = reason
+        self.tier = tier
+        self.given_up = given_up
+        super().__init__(f"layer {layer}{f' from {tier}' if tier else ''}: {reason}")
+
+
+class LoadRefusedError(RuntimeError):
+    """There is no room for one more load: too many earlier ones have copies that never ended."""
+
+
+class PrefillCancelledError(RuntimeError):
+    """The request was called off while it was prefilled."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """A load that failed: the first layer known not to have come, from which tier, and why."""
+
+    layer: int
+    tier: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: LoadError) -> LoadFailure:
+        return cls(error.layer, error.tier, error.reason)
