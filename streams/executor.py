@@ -21,7 +21,7 @@ from kvlane.streams.load import LayerLoad, Mode
 from kvlane.streams.part import Groups
 from kvlane.streams.ring import EventRing
 from kvlane.streams.timing import CopyTiming, LayerTiming, PartTiming, PassTiming
-from kvlane.transfer.layout import KvRegion
+from kvlane.transfer.layout import Region
 from kvlane.transfer.store import KvSafetyError, StoredRun
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class LayerExecutor:
         self,
         parts: Sequence[StoredRun],
         destination: torch.Tensor,
-        region: KvRegion,
+        region: Region,
         *,
         mode: Mode,
         group_layers: int = 1,
@@ -125,6 +125,7 @@ class LayerExecutor:
             InputError: a mode that does not exist, a group of no layers, a deadline that is not positive or above
                 `MAX_DEADLINE_S`, runs that do not fit or do not follow one another.
             LoadRefusedError: `ring_sets` loads have not ended.
+            LoadError: a store would not pin its run.
             KvSafetyError: the executor or its backend is closed.
         """
         if mode not in ("bulk", "layered"):
@@ -171,19 +172,16 @@ class LayerExecutor:
         return found
 
 
-def _check_parts(parts: Sequence[StoredRun], region: KvRegion) -> None:
+def _check_parts(parts: Sequence[StoredRun], region: Region) -> None:
     if not parts:
         raise InputError("parts", "holds no run", "at least one")
     for part in parts:
-        if part.layout != region.layout:
-            raise InputError("layout", f"{part.layout.name} is stored", region.layout.name)
+        part.check(region)
     for one, two in pairwise(parts):
         if one.end != two.start:
             raise InputError("parts", f"hold a run from {two.start} after one to {one.end}", "no gap")
-    if parts[-1].end > region.capacity_tokens:
-        raise InputError("parts", f"end at {parts[-1].end}", f"at most {region.capacity_tokens} tokens")
 
 
-def _groups(region: KvRegion, group_layers: int) -> Groups:
+def _groups(region: Region, group_layers: int) -> Groups:
     held = [layer for layer in range(region.layout.layers) if region.layout.holds(layer)]
     return tuple(tuple(held[at : at + group_layers]) for at in range(0, len(held), group_layers))

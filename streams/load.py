@@ -10,7 +10,7 @@ from kvlane.streams.faults import LoadError
 from kvlane.streams.part import Groups, PartLoad
 from kvlane.streams.ring import EventRing
 from kvlane.streams.timing import PartTiming
-from kvlane.transfer.layout import KvRegion
+from kvlane.transfer.layout import Region
 from kvlane.transfer.store import StoredRun
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class LayerLoad:
         ring: EventRing,
         lanes: Sequence[tuple[StoredRun, Stream]],
         destination: torch.Tensor,
-        region: KvRegion,
+        region: Region,
         groups: Groups,
         *,
         mode: Mode,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvlane.streams.backend import Backend, Event, Flag, Stream
+from kvlane.streams.faults import LoadError
 from kvlane.streams.ring import EventSet
 from kvlane.streams.timing import CopyTiming
-from kvlane.transfer.layout import CopyDescriptor, KvRegion, total_bytes
-from kvlane.transfer.store import StoredRun
+from kvlane.transfer.layout import CopyDescriptor, Region, total_bytes
+from kvlane.transfer.store import KvSafetyError, StoredRun
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ class PartLoad:
         stream: Stream,
         source: StoredRun,
         destination: torch.Tensor,
-        region: KvRegion,
+        region: Region,
         groups: Groups,
         events: EventSet,
         fence: Event,
@@ -62,7 +63,7 @@ class PartLoad:
         self._moves: list[list[tuple[int, int]]] = []  # bytes and copies of each layer of each group
         self._arrivals: list[tuple[float, float]] = []  # start and end of each group that arrived
         self._settled = backend.flag()
-        self._source = source.retain()
+        self._source = _pinned(source, groups)
 
     @property
     def settled(self) -> bool:
@@ -166,3 +167,12 @@ class PartLoad:
                 # Read now: the events are another load's later.
                 self._arrivals.append((self._backend.time_of(began), self._backend.time_of(done)))
             self._source.count_moved(sum(nbytes for nbytes, _ in self._moves[group]))
+
+
+def _pinned(source: StoredRun, groups: Groups) -> StoredRun:
+    try:
+        return source.retain()
+    except KvSafetyError:
+        raise  # it was closed: the caller's mistake
+    except Exception as error:
+        raise LoadError(groups[0][0] if groups else 0, f"not pinned: {error}", source.tier) from error

@@ -42,14 +42,33 @@ class Forward(Protocol[B_contra, T_co]):
 
 @dataclass(slots=True)
 class SequenceKv(Generic[B]):
-    """Where a prompt's KV is: the first `tokens` of it lie in `block`. A prefill may move it to another block.
+    """Where a prompt's KV is. A prefill may move it to another block.
 
-    `stuck` is a load that may still write to the block: only after there was no memory for another one.
+    Attributes:
+        block: holds it.
+        tokens: how many leading tokens it holds; where layers have states, these are of just as many.
+        sparse_until: layers with a window lack some of the tokens before this one, since a load brought only those that
+            the tokens after it see. Fewer than so many are no prefix to go on from; 0 if nothing is missing.
+        stuck: a load that may still write to the block: only after there was no memory for another one.
     """
 
     block: B
     tokens: int = 0
+    sparse_until: int = 0
     stuck: LayerLoad | None = None
+
+    def check_resident(self, tokens: int) -> None:
+        """That a prompt may go on from the first so many tokens.
+
+        Raises:
+            InputError: they are not held, or not in every layer.
+        """
+        if tokens > self.tokens:
+            raise InputError("resident", f"is {tokens}", f"at most the {self.tokens} tokens held")
+        if 0 < tokens < self.sparse_until:
+            raise InputError("resident", f"is {tokens}", f"0 or at least {self.sparse_until}, by the windows")
+        if 0 < tokens < self.tokens and self.block.region.layout.has_states:
+            raise InputError("resident", f"is {tokens}", f"0 or {self.tokens}, where the states are")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +198,8 @@ class Prefiller(Generic[B]):
         copy into this one is still under way.
 
         Raises:
-            InputError: a load that does not fit, see `LayerExecutor.submit`.
+            InputError: resident tokens that are not there, a two-ended split where layers have states, a load that does
+                not fit (see `LayerExecutor.submit`).
             LoadError: a load failed that was not to be recomputed.
             LoadRefusedError: the same, of one that could not be started.
             PrefillCancelledError: the job was called off.
@@ -187,33 +207,36 @@ class Prefiller(Generic[B]):
         """
         if sequence.stuck is not None:
             self._recover(forward, sequence, sequence.stuck)
-        if sequence.tokens < job.resident:
-            raise InputError("resident", f"is {job.resident}", f"at most the {sequence.tokens} tokens held")
-        # What lies after the resident tokens is overwritten from here on.
-        sequence.tokens = job.resident
+        sequence.check_resident(job.resident)
+        layout = sequence.block.region.layout
+        if layout.has_states and job.load_start > job.resident:
+            raise InputError(
+                "load", f"begins at {job.load_start}", f"{job.resident}: the states are one place"
+            )
+        # What lies after the resident tokens is overwritten from here on, and so are states.
+        sequence.tokens = 0 if layout.has_states else job.resident
+        if job.resident == 0:
+            sequence.sparse_until = 0
         passes: list[_Pass] = []
         if not job.parts:
             return self._compute(forward, sequence, job, passes, "forward")
+        load: LayerLoad | None = None
         try:
             load = self._submit(sequence.block, job)
-        except LoadRefusedError as error:
-            if job.on_failure == "raise":
-                raise
-            return self._compute(forward, sequence, job, passes, "recompute", refused=str(error))
-        try:
             answer, done = self._beside(forward, sequence, job, passes, load)
-        except LoadError as error:
-            self._recover(forward, sequence, load)
-            if job.on_failure == "raise":
+        except BaseException as error:
+            if load is not None:
+                self._recover(forward, sequence, load)
+            if job.on_failure == "raise" or not isinstance(error, (LoadError, LoadRefusedError)):
                 raise
-            failures = (LoadFailure.of(error),)
-            return self._compute(forward, sequence, job, passes, "recompute", load=load, failures=failures)
-        except BaseException:
-            self._recover(forward, sequence, load)
-            raise
-        self._pool.dismiss()
-        sequence.tokens = job.tokens
-        return _outcome(job, answer, done, passes, load, job.load_end)
+            failed = error
+        else:
+            self._pool.dismiss()
+            sequence.tokens = job.tokens
+            if any(s.window and job.load_end - s.window > job.load_start for s in layout.shapes):
+                sequence.sparse_until = job.load_end
+            return _outcome(job, answer, done, passes, load, job.load_end)
+        return self._compute(forward, sequence, job, passes, "recompute", load, failed)
 
     def _submit(self, block: B, job: Job) -> LayerLoad:
         self._pool.admit()
@@ -253,7 +276,11 @@ class Prefiller(Generic[B]):
     def _recover(self, forward: Forward[B, T], sequence: SequenceKv[B], load: LayerLoad) -> None:
         """Give a load up, and leave the sequence with what is good of it, in a block that nothing else writes."""
         load.close()
-        kept = _whole_until(load, sequence.tokens)
+        kept = sequence.tokens
+        if all(
+            shape.window is None and not shape.state_bytes for shape in sequence.block.region.layout.shapes
+        ):
+            kept = _whole_until(load, kept)
         sequence.tokens, sequence.stuck = 0, load
         if load.settled:
             self._pool.dismiss()
@@ -274,19 +301,17 @@ class Prefiller(Generic[B]):
         job: Job,
         passes: list[_Pass],
         kind: PassKind,
-        *,
         load: LayerLoad | None = None,
-        failures: tuple[LoadFailure, ...] = (),
-        refused: str | None = None,
+        failed: LoadError | LoadRefusedError | None = None,
     ) -> Outcome[T]:
         """One pass over everything that the sequence does not hold."""
-        held = sequence.tokens
+        held = job.resident if load is None else sequence.tokens
         steps = self._steps(job)
         answer = forward.answer(sequence.block, held, job.tokens, steps)
         done = self._backend.now()
         passes.append(_Pass(kind, held, job.tokens, steps))
         sequence.tokens = job.tokens
-        return _outcome(job, answer, done, passes, load, held, failures, refused)
+        return _outcome(job, answer, done, passes, load, held, failed)
 
     def _steps(self, job: Job, load: LayerLoad | None = None) -> LayerPass:
         return LayerPass(self._backend, self._layers, load, job.submitted_s, job.cancel)
@@ -308,8 +333,7 @@ def _outcome(
     passes: list[_Pass],
     load: LayerLoad | None,
     loaded_until: int,
-    failures: tuple[LoadFailure, ...] = (),
-    refused: str | None = None,
+    failed: LoadError | LoadRefusedError | None = None,
 ) -> Outcome[T]:
     parts = () if load is None else load.timings(job.submitted_s)
     loaded = [part for part in parts if part.end <= loaded_until]
@@ -323,8 +347,8 @@ def _outcome(
         computed_tokens=job.tokens - job.resident - loaded_tokens,
         passes=rows,
         parts=parts,
-        failures=failures,
-        refused=refused,
+        failures=(LoadFailure.of(failed),) if isinstance(failed, LoadError) else (),
+        refused=str(failed) if isinstance(failed, LoadRefusedError) else None,
         total_s=total_s,
         head_s=total_s - rows[-1].layers[-1].compute_end_s,
     )

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from kvlane.policy.errors import InputError
 from kvlane.streams.faults import LoadRefusedError
 from kvlane.streams.load import LayerLoad
-from kvlane.transfer.layout import KvRegion
+from kvlane.transfer.layout import Region
 
 if TYPE_CHECKING:
     import torch
 
 
 class Block(Protocol):
-    """Device memory for the KV of one sequence."""
+    """Device memory for the KV of one sequence: all of `memory`, or the pages of it that `region` names."""
 
     @property
     def memory(self) -> torch.Tensor:
         """uint8 [region.nbytes]"""
 
     @property
-    def region(self) -> KvRegion: ...
+    def region(self) -> Region: ...
 
 
 B = TypeVar("B", bound=Block)
@@ -105,10 +105,15 @@ class BlockPool(Generic[B]):
         """Device memory kept back now."""
         with self._lock:
             self._sweep()
-            return sum(block.region.nbytes for block, _ in self._quarantined)
+            return sum(_nbytes(block.region) for block, _ in self._quarantined)
 
     def _sweep(self) -> None:
         settled = [block for block, load in self._quarantined if load.settled]
         if settled:
             self._quarantined = [held for held in self._quarantined if held[0] not in settled]
             self._free += settled
+
+
+def _nbytes(region: Region) -> int:
+    # Not `region.nbytes`: pages of a pool are not the whole pool.
+    return region.capacity_tokens * region.layout.bytes_per_token + region.layout.state_bytes

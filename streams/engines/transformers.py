@@ -169,6 +169,7 @@ class TransformersEngine:
             if self._sequence.stuck is not None:
                 raise KvSafetyError("a copy of a load that failed may still write to the block")
             self._keep(start)
+            self._sequence.tokens = self._held.size
             self.kv.poison(start)
 
     def save(self, store: Store, token_ids: TokenIds, tokens: int) -> int:
@@ -228,7 +229,6 @@ class TransformersEngine:
         """Nothing after these tokens is what the block said it was; call before it is written."""
         # In this order, and read in the other: whoever still saw the old ids has the old generation, too.
         self._held = self._held[:tokens]
-        self._sequence.tokens = self._held.size
         self._generation += 1
 
     def prefill(
