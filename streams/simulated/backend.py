@@ -1,0 +1,457 @@
+"""A device that exists only on a virtual clock, and checks the order of all that is done with it.
+
+It stands where `CpuBackend` or a CUDA device would: the executor's real threads run against it, one at a time, and
+streams, links and events advance on a clock that jumps from one thing to the next. Memory is real and small, so that
+what attention read can be compared byte by byte.
+
+Attention itself is unknown here: whoever computes says through `launch` what that reads and writes, and through
+`overwrite` what the host does to memory of its own.
+
+What it cannot see:
+
+- Plain Python shared by threads (attributes, lists). Only calls of the backend, and locks made under `watched_locks`,
+  order threads, and only there does another thread come in. A hand-over through any other lock orders nothing here
+  and is reported where it is right; one through a plain attribute is not looked at where it is wrong.
+- Memory touched without `launch`, `copy`, `read` or `overwrite`.
+- Orders that no run came to: what is checked is every order that the same synchronisation allows, of every run that
+  was made. Where the code under test asks and then goes another way (a flag set or not, an event fired or not, a time
+  passed or not), each way has to be run once.
+- What a device does that is not ordered by streams at all: caches, the copy engine's own reordering inside one batch,
+  pageable memory staged by a driver, a kernel that reads beyond what it said.
+- How long anything really takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
+
+import torch
+
+from kvlane.streams.backend import Event, Flag, Stream
+from kvlane.streams.simulated.choosers import InOrder
+from kvlane.streams.simulated.device import (
+    Copies,
+    Disturbance,
+    Kernel,
+    Record,
+    SimulatedEvent,
+    SimulatedStream,
+    Wait,
+    Work,
+)
+from kvlane.streams.simulated.host import Chooser, Scheduler, Task
+from kvlane.streams.simulated.links import SimulatedLink
+from kvlane.streams.simulated.memory import Block, Memory
+from kvlane.streams.simulated.order import OrderError
+from kvlane.streams.simulated.sync import SimulatedFlag, SimulatedLock
+from kvlane.streams.simulated.threads import HostThreads
+from kvlane.transfer.layout import CopyDescriptor
+from kvlane.transfer.store import HostBytes, KvSafetyError
+
+Bytes: TypeAlias = "torch.Tensor | HostBytes"
+Span: TypeAlias = tuple[Bytes, int, int]
+"""Bytes `[low, high)` of a piece of memory."""
+
+Disturb: TypeAlias = Callable[[str, Sequence[CopyDescriptor]], Disturbance | None]
+"""What goes wrong with a batch, by its stream's name and its copies; asked as it is handed over."""
+
+ANY = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds that calls take on the thread that makes them.
+
+    Attributes:
+        event_s: each `record`, `wait` and `synchronize`, a wait's own waiting apart.
+        copy_s: each `copy`.
+        descriptor_s: each copy in it, besides.
+    """
+
+    event_s: float = 0.0
+    copy_s: float = 0.0
+    descriptor_s: float = 0.0
+
+
+class _ComputeThread:
+    """The calling thread."""
+
+    name = "compute"
+
+
+class SimulatedBackend:
+    """See `Backend`, and `launch` and `overwrite` for what it must be told.
+
+    The thread that makes it is the main one; it, and the tasks it starts, make all calls. Close it there, or use it as
+    a context manager, which raises the first mistake found however the code under test took it.
+
+    Args:
+        links: what carries a copy stream's copies, by the stream's name; `*` for every other stream.
+        compute: `thread` computes on the calling thread, as a CPU does; `stream` on a stream of the device's, as a GPU
+            does, ahead of which the host runs.
+        chooser: which thread goes on where several could; by default the running one for as long as it can.
+        timed: see `Scheduler`.
+        costs: of the host's own calls.
+        disturb: what goes wrong with copies.
+        threads: to run tasks on; its own if None.
+    """
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        links: Mapping[str, SimulatedLink] | None = None,
+        *,
+        compute: Literal["thread", "stream"] = "thread",
+        chooser: Chooser | None = None,
+        timed: bool = True,
+        costs: HostCosts | None = None,
+        disturb: Disturb | None = None,
+        threads: HostThreads | None = None,
+    ) -> None:
+        self._own_threads = None if threads is not None else HostThreads()
+        self.host = Scheduler(
+            chooser or InOrder(), threads or self._own_threads or HostThreads(), timed=timed
+        )
+        self.host.steps = self._steps
+        self._links = dict(links or {ANY: SimulatedLink()})
+        self._carriers = {name: link.carrier(self.host) for name, link in self._links.items()}
+        self._costs = costs or HostCosts()
+        self._disturb = disturb
+        self._memory = Memory()
+        self._streams: list[SimulatedStream] = []
+        self._draining: list[Task] = []
+        self._running = False
+        self._events = 0
+        self._closed = False
+        self._failing = _Failing(self.host)
+        self._device = None if compute == "thread" else self._new_stream("compute")
+        self.compute: Stream = _ComputeThread() if self._device is None else self._device
+
+    # The host.
+
+    def now(self) -> float:
+        self.host.check()
+        return self.host.time
+
+    def start(self, task: Callable[[], None], name: str) -> None:
+        self.host.point()
+        self._check_open()
+        self.host.start(task, name)
+
+    def flag(self) -> Flag:
+        return SimulatedFlag(self.host)
+
+    @contextmanager
+    def watched_locks(self) -> Iterator[None]:
+        """Every `threading.Lock` made inside is one of this backend's: it orders threads and lets others come in."""
+        ordinary = threading.Lock
+        threading.Lock = lambda: SimulatedLock(self.host)  # type: ignore[assignment,return-value,misc]
+        try:
+            yield
+        finally:
+            threading.Lock = ordinary  # type: ignore[misc]
+
+    def sleep(self, seconds: float) -> None:
+        """The calling thread is busy, or stands still, for a time of the virtual clock."""
+        self.host.sleep(seconds)
+
+    # Memory.
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        # Made under inference mode it could not be written outside it.
+        with torch.inference_mode(False):
+            return torch.from_numpy(self._memory.add("device", nbytes).data)
+
+    def host_bytes(self, nbytes: int) -> HostBytes:
+        return self._memory.add("host", nbytes).data
+
+    def read(self, device: torch.Tensor) -> HostBytes:
+        self.host.point()
+        if self._device is not None:
+            point = self._event()
+            self._record(self._device, point)
+            self._hold(point, None)
+        block, low = self._place(device)
+        self._run_here(Kernel({}, "a read by the host", 0.0, [(block, low, low + device.numel())], [], None))
+        return block.data[low : low + device.numel()]
+
+    def overwrite(self, memory: Bytes, value: int | HostBytes) -> None:
+        """The calling thread writes memory: a source is filled, freed or used for something else."""
+        self.host.point()
+        block, low = self._place(memory)
+        high = low + _size(memory)
+
+        def body() -> None:
+            block.data[low:high] = value
+
+        self._run_here(Kernel({}, "a write by the host", 0.0, [], [(block, low, high)], body))
+
+    # The device.
+
+    def launch(
+        self,
+        what: str,
+        seconds: float,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        body: Callable[[], None] | None = None,
+    ) -> None:
+        """Compute for a time, in order on `compute`.
+
+        Args:
+            what: for messages.
+            reads: memory it may read at any time while it runs.
+            writes: memory it may write.
+            body: what it does to the bytes, run when it begins.
+        """
+        self.host.point()
+        kernel = Kernel({}, what, seconds, self._spans(reads), self._spans(writes), body)
+        if self._device is None:
+            self._run_here(kernel)
+            self.host.sleep(seconds)
+        else:
+            kernel.knows = self.host.me.release()
+            self._give(self._device, kernel)
+
+    def stream(self, name: str) -> Stream:
+        self.host.point()
+        self._check_open()
+        return self._new_stream(name)
+
+    def release(self, stream: Stream) -> None:
+        self.host.point()
+        assert isinstance(stream, SimulatedStream), "only a copy stream is released"
+        stream.closed = True
+
+    @property
+    def open_streams(self) -> int:
+        """Copy streams that were made and not released."""
+        return sum(not stream.closed and stream is not self._device for stream in self._streams)
+
+    def event(self) -> Event:
+        return self._event()
+
+    def reset(self, event: Event) -> None:
+        self.host.point()
+        with self._failing:
+            _own(event).reset_by(self.host.me)
+
+    def copy(
+        self,
+        stream: Stream,
+        destination: torch.Tensor,
+        source: HostBytes,
+        copies: Sequence[CopyDescriptor],
+        cancel: Flag,
+        began: Event,
+        done: Event,
+    ) -> None:
+        self.host.point()
+        self.host.sleep(self._costs.copy_s + len(copies) * self._costs.descriptor_s)
+        assert isinstance(stream, SimulatedStream), "only a copy stream copies"
+        assert isinstance(cancel, SimulatedFlag)
+        self._check_stream(stream)
+        first, last = _own(began), _own(done)
+        into, out_of = self._place(destination), self._place(source)
+        _check_inside(copies, _size(destination), _size(source))
+        with self._failing:
+            first.record_by(self.host.me, "record before a copy")
+            last.record_by(self.host.me, "record after a copy")
+        wrong = None if self._disturb is None else self._disturb(stream.name, copies)
+        knows = self.host.me.release()
+        self._give(stream, Copies(knows, into, out_of, copies, cancel, first, last, wrong))
+
+    def record(self, stream: Stream, event: Event) -> None:
+        self.host.point()
+        self.host.sleep(self._costs.event_s)
+        self._record(stream, _own(event))
+
+    def wait(self, stream: Stream, event: Event, timeout_s: float | None = None) -> None:
+        if not isinstance(stream, SimulatedStream):
+            self.synchronize(event, timeout_s)
+            return
+        self.host.point()
+        self.host.sleep(self._costs.event_s)
+        self._check_stream(stream)
+        point = _own(event)
+        with self._failing:
+            point.use(self.host.me, "a wait handed to a stream")
+        self._give(stream, Wait(self.host.me.release(), point))
+
+    def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
+        self.host.point()
+        self.host.sleep(self._costs.event_s)
+        self._hold(_own(event), timeout_s)
+
+    def fired(self, event: Event) -> bool:
+        self.host.point()
+        point = _own(event)
+        with self._failing:
+            point.use(self.host.me, "a look whether it has fired")
+        if point.fired:
+            self.host.me.follow(point.clock)
+        return point.fired
+
+    def time_of(self, event: Event) -> float:
+        return self._asked(event, "asking for its time").time
+
+    def failure(self, event: Event) -> BaseException | None:
+        return self._asked(event, "asking for its failure").failure
+
+    def close(self) -> None:
+        """Finish what was started and give the threads back.
+
+        Raises:
+            OrderError: the first mistake found in the whole run.
+            BaseException: a task let something escape.
+        """
+        if self._closed:
+            return
+        try:
+            if self.host.error is None:
+                self.host.join_all()
+                while not all(stream.idle for stream in self._streams):
+                    self.host.block(self._draining, "streams to finish")
+        finally:
+            self._closed = True
+            self.host.unwind()
+            if self._own_threads is not None:
+                self._own_threads.close()
+        self.host.check()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # What was under way will not be waited for. A mistake that was found first is the cause of this one.
+            self.host.fail(error)
+        self.close()
+
+    # Inside.
+
+    def _steps(self) -> Sequence[SimulatedStream]:
+        return [stream for stream in self._streams if stream.may_step()]
+
+    def _run_streams(self) -> None:
+        """On the clock every stream goes on as far as it can; one may let another go on."""
+        if self._draining and all(stream.idle for stream in self._streams):
+            self.host.wake(self._draining)
+        if self._running or not self.host.timed:
+            return
+        self._running = True
+        try:
+            while any(stream.run() for stream in self._streams):
+                pass
+        finally:
+            self._running = False
+        if self._draining and all(stream.idle for stream in self._streams):
+            self.host.wake(self._draining)
+
+    def _give(self, stream: SimulatedStream, work: Work) -> None:
+        stream.give(work)
+        with self._failing:
+            self._run_streams()
+
+    def _run_here(self, kernel: Kernel) -> None:
+        with self._failing:
+            kernel.touch(self.host.me)
+
+    def _record(self, stream: Stream, event: SimulatedEvent) -> None:
+        if isinstance(stream, SimulatedStream):
+            self._check_stream(stream)
+        with self._failing:
+            event.record_by(self.host.me, "record")
+        if isinstance(stream, SimulatedStream):
+            self._give(stream, Record(self.host.me.release(), event))
+        else:
+            event.fire(self.host, self.host.me)
+            self._run_streams()
+
+    def _hold(self, event: SimulatedEvent, timeout_s: float | None) -> None:
+        with self._failing:
+            event.use(self.host.me, "a thread's wait")
+        if not event.fired and not self.host.block(event.threads, event.name, timeout_s):
+            raise TimeoutError(f"{event.name} not fired within {timeout_s} s")
+        self.host.me.follow(event.clock)
+
+    def _asked(self, event: Event, what: str) -> SimulatedEvent:
+        self.host.check()
+        point = _own(event)
+        with self._failing:
+            point.ask(self.host.me, what)
+        return point
+
+    def _event(self) -> SimulatedEvent:
+        self._events += 1
+        return SimulatedEvent(f"event {self._events}")
+
+    def _new_stream(self, name: str) -> SimulatedStream:
+        key = name if name in self._links else ANY
+        if key not in self._links and name != "compute":
+            raise KvSafetyError(f"no link carries what stream {name} copies")
+        link = self._links.get(key, SimulatedLink())
+        carrier = self._carriers.get(key) or link.carrier(self.host)
+        self._streams.append(SimulatedStream(self.host, name, link, carrier, self._run_streams))
+        return self._streams[-1]
+
+    def _place(self, memory: Bytes) -> tuple[Block, int]:
+        if isinstance(memory, torch.Tensor):
+            if memory.dtype != torch.uint8 or not memory.is_contiguous():
+                raise KvSafetyError(f"device memory is handed around as flat bytes, not as {memory.dtype}")
+            return self._memory.find(memory.data_ptr(), memory.numel())
+        return self._memory.find(memory.__array_interface__["data"][0], memory.size)
+
+    def _spans(self, spans: Sequence[Span]) -> list[tuple[Block, int, int]]:
+        places = []
+        for memory, low, high in spans:
+            block, base = self._place(memory)
+            places.append((block, base + low, base + high))
+        return places
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvSafetyError("the backend is closed: its threads are gone")
+
+    def _check_stream(self, stream: SimulatedStream) -> None:
+        self._check_open()
+        if stream.closed:
+            raise KvSafetyError(f"stream {stream.name} is closed: what it is given would never run")
+
+
+class _Failing:
+    """A mistake found inside ends the run, whatever the code under test makes of the exception."""
+
+    def __init__(self, host: Scheduler) -> None:
+        self._host = host
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OrderError):
+            self._host.fail(error)
+
+
+def _own(event: Event) -> SimulatedEvent:
+    assert isinstance(event, SimulatedEvent), "an event of another backend"
+    return event
+
+
+def _size(memory: Bytes) -> int:
+    return memory.numel() if isinstance(memory, torch.Tensor) else memory.size
+
+
+def _check_inside(copies: Sequence[CopyDescriptor], destination: int, source: int) -> None:
+    for copy in copies:
+        if copy.source + copy.nbytes > source or copy.destination + copy.nbytes > destination:
+            raise KvSafetyError(f"{copy} leaves its block of {source} or {destination} bytes")
