@@ -54,7 +54,7 @@ def layer_copies(
         # Layers of one shape differ by where they begin only.
         copies.extend(
             CopyDescriptor(layer, from_ + run.source, to + run.destination, run.nbytes)
-            for run in _row_copies(source.rows(layer), destination.rows(layer), heads, first, last)
+            for run in row_copies(source.rows(layer), destination.rows(layer), heads, first, last)
         )
     if shape.state_bytes and start < end == load_end:
         at = source.state_offset(layer, end), destination.state_offset(layer, end)
@@ -71,10 +71,9 @@ def check_regions(source: Region, destination: Region, shard: TpShard = WHOLE) -
         )
 
 
-# What has been found for a layer holds for the others of its shape: those of one load ask one after another, and a few
-# loads may be under way. A load into small blocks takes some 200 KB here.
+# What has been found for a layer holds for the others of its shape, which ask next.
 @lru_cache(maxsize=16)
-def _row_copies(
+def row_copies(
     sources: tuple[Rows, ...], destinations: tuple[Rows, ...], heads: range, start: int, end: int
 ) -> tuple[CopyDescriptor, ...]:
     """The coalesced copies of tokens `[start, end)`, offsets counted from the layers' first bytes."""
@@ -83,7 +82,7 @@ def _row_copies(
         for first, last in pieces(start, end, from_, to):
             at_source = from_.at(first) + heads.start * from_.head_stride
             at_destination = to.at(first)
-            for source, destination, nbytes in _piece_runs(from_, to, len(heads), last - first):
+            for source, destination, nbytes in _runs(from_, to, len(heads), last - first):
                 runs.append(CopyDescriptor(0, at_source + source, at_destination + destination, nbytes))
     return coalesce(sorted(runs, key=lambda run: run.destination))
 
@@ -105,7 +104,7 @@ def pieces(start: int, end: int, *sides: Rows) -> Iterator[tuple[int, int]]:
         at = stop
 
 
-def _piece_runs(from_: Rows, to: Rows, heads: int, tokens: int) -> list[tuple[int, int, int]]:
+def _runs(from_: Rows, to: Rows, heads: int, tokens: int) -> list[tuple[int, int, int]]:
     """Source, destination and length of the runs that tokens of one block on both sides are made of."""
     nbytes = from_.nbytes
     apart: list[tuple[int, int, int]] = []
@@ -114,7 +113,7 @@ def _piece_runs(from_: Rows, to: Rows, heads: int, tokens: int) -> list[tuple[in
         [(heads, from_.head_stride, to.head_stride), (tokens, from_.token_stride, to.token_stride)],
         key=lambda dimension: dimension[2],
     ):
-        if count > 1 and not apart and source == destination == nbytes:
+        if count > 1 and source == destination == nbytes:
             nbytes *= count
         elif count > 1:
             apart.append((count, source, destination))

@@ -31,10 +31,10 @@ class HostRun:
         self.tier = tier
         self.start = start
         self.end = end
+        self.load_end = load_end
         self.layout = entry.region.layout if shard == WHOLE else entry.region.layout.shard(shard)
         self._lock = lock
         self._entry = entry
-        self._load_end = load_end
         self._shard = shard
         self._moved = moved  # of this run and those retained from it, and of the store
         self._open = True
@@ -68,13 +68,13 @@ class HostRun:
     def layer_nbytes(self, layer: int) -> int:
         """Bytes a whole copy of one layer moves."""
         shape = self.layout.shape(layer)
-        first, last = shape.moved(self.start, self.end, self._load_end)
+        first, last = shape.moved(self.start, self.end, self.load_end)
         return (last - first) * shape.bytes_per_token + (shape.state_bytes if self._last else 0)
 
     @property
     def _last(self) -> bool:
         """Whether this part's end is the load's, where the states belong."""
-        return self.end == self._load_end
+        return self.end == self.load_end
 
     def verify(self, layer: int) -> None:
         """Check what is stored of what this run moves of a layer, in whole units; no-op without checksums.
@@ -84,7 +84,7 @@ class HostRun:
             KvSafetyError: the run was closed.
         """
         shape = self.layout.shape(layer)
-        first, last = shape.moved(self.start, self.end, self._load_end)
+        first, last = shape.moved(self.start, self.end, self.load_end)
         state_at = self.end if shape.state_bytes and self._last else None
         self._stored.verify(layer, first, last, state_at)
 
@@ -109,7 +109,7 @@ class HostRun:
             InputError: another layout, or too small a destination.
         """
         return layer_copies(
-            self.region, destination, layer, self.start, self.end, load_end=self._load_end, shard=self._shard
+            self.region, destination, layer, self.start, self.end, load_end=self.load_end, shard=self._shard
         )
 
     def count_moved(self, nbytes: int) -> None:
@@ -129,7 +129,7 @@ class HostRun:
                 raise KvSafetyError("a closed run holds no pin to share")
             self._entry.pins += 1
         return HostRun(
-            self.tier, self._lock, self._entry, self.start, self.end, self._load_end, self._shard, self._moved
+            self.tier, self._lock, self._entry, self.start, self.end, self.load_end, self._shard, self._moved
         )
 
     def close(self) -> None:

@@ -81,6 +81,10 @@ class StoredRun(Protocol):
     @property
     def end(self) -> int: ...
     @property
+    def load_end(self) -> int:
+        """Where the load ends that this run is a part of: windows are counted back from it, states belong there."""
+
+    @property
     def region(self) -> Region:
         """How `memory` is arranged."""
 
