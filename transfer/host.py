@@ -106,7 +106,7 @@ class HostStore:
     ) -> int:
         """Store a prompt's whole units; returns how many tokens are now stored.
 
-        A prompt that is already stored is only marked as used. 0 tokens are below one unit, or of a prompt that another
+        A prompt that is already stored, with these checkpoints, is only marked as used. 0 tokens are below one unit, or of a prompt that another
         call is storing right now: nothing is read then. What has to go to make room goes once the first layer has been
         read and found right; the memory of the new entry is never held beside it, so a put that fails later has cost
         the entries it took the place of.
@@ -140,7 +140,7 @@ class HostStore:
         digests = tuple(iter_token_chain(identity, ids, self.unit_tokens))
         region = KvRegion(layout, tokens, points)
         with self._lock:
-            number = self._holder(digests[-1], tokens)
+            number = self._holder(digests[-1], points or (tokens,))
             if number:
                 self._entries.move_to_end(number)
                 return tokens
@@ -167,10 +167,12 @@ class HostStore:
             raise InputError("checkpoints", f"are {points}", f"rising multiples of {self.unit_tokens}")
         return tuple(at for at in points if at <= tokens)
 
-    def _holder(self, digest: bytes, tokens: int) -> int:
-        """An entry from which a hit that ends here can be served, 0 for none; under the lock."""
-        holders = self._by_digest.get(digest, ())
-        return next((number for number in holders if self._entries[number].usable_to(tokens)), 0)
+    def _holder(self, digest: bytes, ends: Iterable[int]) -> int:
+        """An entry of this prefix that serves hits with all of these ends, 0 for none; under the lock."""
+        for number in self._by_digest.get(digest, ()):
+            if all(self._entries[number].usable_to(end) for end in ends):
+                return number
+        return 0
 
     def _write(self, region: KvRegion, layers: Iterable[LayerKv]) -> StoredBytes:
         """The layers in memory that is reserved for them once the first has been read."""
@@ -207,7 +209,7 @@ class HostStore:
                 if digest not in self._by_digest:
                     break
                 matched += self.unit_tokens
-                holder = self._holder(digest, matched)
+                holder = self._holder(digest, (matched,))
                 if holder:
                     tokens, number = matched, holder
             if number:

@@ -291,6 +291,17 @@ class TestStates:
         assert put(store, range(16), HYBRID, (16,)) == 16
         assert find(store, range(16), HYBRID).tokens == 16
 
+    def test_again_with_more_checkpoints_stores_and_with_fewer_does_not(self):
+        store = HostStore(UNIT)
+        put(store, range(24), HYBRID, (24,))
+        one = store.used_bytes
+        put(store, range(24), HYBRID, (8, 24))
+        two = store.used_bytes
+        assert two > one
+        assert find(store, range(16), HYBRID).tokens == 8
+        assert put(store, range(24), HYBRID, (8, 24)) == put(store, range(24), HYBRID, (24,)) == 24
+        assert store.used_bytes == two
+
     @pytest.mark.parametrize("points", [(6,), (8, 8), (16, 8), (0, 8)])
     def test_impossible_checkpoints_are_refused(self, points):
         with pytest.raises(InputError, match="checkpoints"):
