@@ -177,6 +177,11 @@ def _check_parts(parts: Sequence[StoredRun], region: Region) -> None:
         raise InputError("parts", "holds no run", "at least one")
     for part in parts:
         part.check(region)
+    if any(shape.window is not None or shape.state_bytes for shape in region.layout.shapes):
+        for part in parts:
+            # Two parts would write one state, or leave out what a window still reaches.
+            if part.load_end != parts[-1].end:
+                raise InputError("parts", f"hold one of a load to {part.load_end}", f"one to {parts[-1].end}")
     for one, two in pairwise(parts):
         if one.end != two.start:
             raise InputError("parts", f"hold a run from {two.start} after one to {one.end}", "no gap")
