@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlane.bench.host import fingerprint, machine
 from kvlane.bench.lab import Ids, Lab
 from kvlane.bench.progress import Steps
-from kvlane.bench.results import machine
 from kvlane.bench.subject import Subject
 from kvlane.policy.calibration import Calibrator, LinkCalibrator, PrefillCalibrator, TransferSample
 from kvlane.policy.calibration_build import build_record
-from kvlane.policy.calibration_record import Fingerprint, Record
+from kvlane.policy.calibration_record import Record
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Tier
 from kvlane.policy.units import show_rate, show_seconds
@@ -117,19 +117,8 @@ class _Calibration:
         self.prefill.head_s = statistics.median(heads)
         # A lookup is part of every load.
         observed = self.link.estimate().with_latency(self.lab.lookup_s(self.store, self.ids))
-        host = {name: str(value) for name, value in machine().items() if name != "date"}
-        spec = self.subject.spec
-        fingerprint = Fingerprint(
-            model=self.subject.name,
-            device=f"{host['processor']}, one thread",
-            engine="transformers",
-            dtype=spec.weight_dtype,
-            kv_dtype=spec.weight_dtype,
-            tp=1,
-            host=host,
-        )
         return build_record(
-            fingerprint,
+            fingerprint(machine(), self.subject.name, self.subject.spec.weight_dtype),
             at_s,
             prefill=(self.prefill.estimate(), self.prefill.cost()),
             links={LINK: observed},
@@ -176,8 +165,9 @@ class _Calibration:
 
 def summary(record: Record, where: object) -> str:
     """What was found, in words, and what to do with it."""
-    prefill, link = record.prefill, record.links[LINK]
+    prefill, tier = record.prefill, record.tiers[TIER]
     assert prefill is not None
+    link = record.links[tier.link]
     lines = [
         f"model    {record.fingerprint.model}, {record.fingerprint.dtype}",
         f"device   {record.fingerprint.device}",

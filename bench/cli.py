@@ -41,7 +41,9 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option(help="A small model and a short prompt: seconds instead of minutes.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for results.json and report.txt.")] = Path("results"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for results.json, report.txt, timeline.png and so on.")
+    ] = Path("results"),
 ) -> None:
     """The 12,370-token result on this CPU: recompute, load in bulk, load by layer, and the policy's choice."""
     try:
@@ -99,9 +101,14 @@ def calibrate(
     ffn: Annotated[int, typer.Option(help="Width of its MLP.")] = 704,
     vocab: Annotated[int, typer.Option(help="Size of its vocabulary.")] = 2048,
     quick: Annotated[bool, typer.Option(help="Short prompts, few measurements, a wider band.")] = False,
+    observations: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: fit the observations that reproduce left in this file."),
+    ] = None,
 ) -> None:
     """Measure this machine's prefill and its link, and write them down for kvlane decide --calibration."""
     try:
+        from kvlane.bench import observations as observed
         from kvlane.bench.calibrate import SEED, Options, calibrate_cpu, check_device, summary
         from kvlane.bench.shape import Shape
         from kvlane.bench.subject import demo_subject, named_subject
@@ -109,6 +116,12 @@ def calibrate(
     except ImportError as error:
         raise InputError("calibrate", f"needs {error.name}", "pip install 'kvlane[transformers]'") from None
     check_device(device)
+    if observations is not None:
+        file_check(out)
+        record = observed.calibrate(observed.read(observations))
+        write(record, out)
+        print(summary(record, out))
+        return
     options = Options(
         tokens=tokens if tokens is not None else 512 if quick else 4096,
         reps=reps if reps is not None else 2 if quick else 4,
@@ -144,7 +157,7 @@ def write_check(out: Path) -> None:
         probe = out / ".writable"
         probe.touch()
         probe.unlink()
-        for name in ("results.json", "report.txt"):
+        for name in ("results.json", "report.txt", "trace.json", "observations.json", "timeline.png"):
             if (out / name).exists():
                 (out / name).open("ab").close()
     except OSError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvlane.bench.claims import BUSY_BELOW, judge
-from kvlane.bench.lab import Answer
 from kvlane.bench.reproduce import Report, Reproduction
 from kvlane.bench.scenarios import Outcome
+from kvlane.bench.timeline import timeline_of
+from kvlane.bench.timeline_text import render_timeline
 from kvlane.policy.catalog import load_model
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 
@@ -22,7 +23,6 @@ _HEADER = (
     "speed-up",
     "overlap",
 )
-_TIMELINE_COLUMNS = 72
 
 # The published result this reproduces the protocol of: one request of 12,370 tokens, three measurements.
 PUBLISHED_TOKENS, PUBLISHED_LOAD_S, PUBLISHED_RECOMPUTE_S = 12_370, 0.092, 0.900
@@ -131,40 +131,8 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 def _timeline(report: Report) -> str:
     outcome = next(outcome for outcome in report.outcomes if outcome.condition.name == "layered load")
-    answer = outcome.median_answer
-    title = (
-        f"layers of {report.scenario.key}'s layered load ({show_seconds(answer.result.total_s)};"
-        " copy =, compute #, compute waiting .)"
-    )
-    return "\n".join((title, *_timeline_lines(answer)))
-
-
-def _timeline_lines(answer: Answer) -> list[str]:
-    total = answer.result.total_s
-
-    def column(seconds: float) -> int:
-        return min(_TIMELINE_COLUMNS, max(0, round(seconds / total * _TIMELINE_COLUMNS)))
-
-    def bar(spans: list[tuple[float, float, str]]) -> str:
-        cells = [" "] * _TIMELINE_COLUMNS
-        for start, end, mark in spans:
-            first = min(column(start), _TIMELINE_COLUMNS - 1)
-            for at in range(first, max(column(end), first + 1)):
-                cells[at] = mark
-        return "".join(cells).rstrip()
-
-    lines = []
-    for row in answer.result.layers:
-        assert row.start_s is not None
-        assert row.arrive_s is not None
-        assert row.reached_s is not None
-        waited = row.reached_s + row.exposed_s
-        compute = [(row.compute_begin_s, row.reached_s, "#"), (waited, row.compute_end_s, "#")]
-        if row.exposed_s > total / _TIMELINE_COLUMNS / 2:
-            compute.append((row.reached_s, waited, "."))
-        lines.append(f"   {row.layer:3} copy    |{bar([(row.start_s, row.arrive_s, '=')])}")
-        lines.append(f"       compute |{bar(compute)}")
-    return lines
+    title = f"{report.scenario.key}'s layered load"
+    return render_timeline(timeline_of(title, outcome.median_answer.result))
 
 
 def _answers(reproduction: Reproduction) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
 from kvlane.bench.lab import LOAD_DEADLINE_S, Answer, Ids, Lab
+from kvlane.bench.observations import Observation
 from kvlane.bench.progress import Steps
 from kvlane.bench.scenarios import (
     UNIT_TOKENS,
@@ -21,7 +23,7 @@ from kvlane.bench.scenarios import (
     near_break_even,
     published,
 )
-from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
+from kvlane.bench.shape import Shape, build_model, config_of, random_prompt, spec_of
 from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
@@ -69,6 +71,7 @@ class Reproduction:
     """Everything measured, for the table and for `results.json`.
 
     `memcpy` is the plain link by copy size; `core_share` how much of its computing the compute thread had a core.
+    `config` holds the model's numbers under a config.json's field names, `observed` what the policy was calibrated on.
     """
 
     options: Options
@@ -77,6 +80,8 @@ class Reproduction:
     top2_gap: float
     memcpy: tuple[CopySample, ...]
     core_share: float
+    config: dict[str, Any]
+    observed: tuple[Observation, ...]
 
 
 # What to calibrate each scenario on, in shares of its prompt: full prefills, and passes (prefix, suffix, times)
@@ -147,7 +152,16 @@ class _Bench:
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         gap = min(_top2_gap(report.outcomes[0].answers[0]) for report in reports)
         share = self.home.on_core_s / self.home.computing_s
-        return Reproduction(self.options, self.spec, reports, gap, self.memcpy, share)
+        return Reproduction(
+            self.options,
+            self.spec,
+            reports,
+            gap,
+            self.memcpy,
+            share,
+            config_of(self.model),
+            tuple(self.tuner.observed),
+        )
 
     def _published(self, scenario: Scenario, fresh: PassSamples) -> Report:
         extend = self.tuner.extend(_points(scenario))

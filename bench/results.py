@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from kvlane.bench.claims import judge
+from kvlane.bench.exports import write_exports
+from kvlane.bench.host import machine
 from kvlane.bench.lab import AloneTimes, timeline_rows
 from kvlane.bench.report import render
 from kvlane.bench.reproduce import Report, Reproduction
@@ -21,38 +18,14 @@ from kvlane.bench.scenarios import Outcome
 
 
 def write(reproduction: Reproduction, out: Path) -> str:
-    """Writes `results.json` and `report.txt` into a folder; returns the report's text."""
+    """Writes `results.json`, `report.txt` and the exports into a folder; returns the report and what was written."""
     host = machine()
     text = render(reproduction, host)
     (out / "results.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(to_dict(reproduction, host)), indent=2)
     )
     (out / "report.txt").write_text(text + "\n", encoding="utf-8")
-    return text
-
-
-def machine() -> dict[str, Any]:
-    """What this ran on."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "compute_threads": torch.get_num_threads(),
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "kvlane": version("kvlane"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{text}\n\n{write_exports(reproduction, host, out)}"
 
 
 def to_dict(reproduction: Reproduction, host: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvlane.policy.calibration_apply import model_config_of
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
 
@@ -39,6 +40,11 @@ class Shape:
             raise InputError(
                 "kv_heads", f"{self.kv_heads} does not divide {self.heads} heads", "a divisor of heads"
             )
+
+    @property
+    def name(self) -> str:
+        """What a calibration calls a model of these sizes."""
+        return f"demo-llama-{self.layers}x{self.hidden}"
 
     @property
     def weight_bytes(self) -> int:
@@ -76,12 +82,14 @@ def build_model(shape: Shape, longest_prompt: int, seed: int) -> LlamaForCausalL
     return model
 
 
-def spec_of(model: LlamaForCausalLM) -> ModelSpec:
+def config_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The model's own configuration, as far as a calibration record can hold it."""
+    return model_config_of({**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")})
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
     """What the policy knows of the model: its own configuration, read as any other."""
-    fields: dict[str, Any] = model.config.to_dict()
-    dtype = fields.get("dtype")
-    fields["dtype"] = str(dtype).removeprefix("torch.")
-    return ModelSpec.from_config(fields, name="random-weight Llama")
+    return ModelSpec.from_config(config_of(model), name="random-weight Llama")
 
 
 def random_prompt(shape: Shape, tokens: int, seed: int) -> npt.NDArray[np.int64]:

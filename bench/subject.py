@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvlane.bench.shape import Shape, build_model
-from kvlane.policy.calibration_apply import model_config_of
+from kvlane.bench.shape import Shape, build_model, config_of
 from kvlane.policy.catalog import load_model, model_config, model_names
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
@@ -43,8 +42,7 @@ class Subject:
 def demo_subject(shape: Shape, longest_prompt: int, seed: int) -> Subject:
     """The reproduction's own model; raises `InputError` naming `tokens` when it does not fit."""
     model = build_model(shape, longest_prompt, seed)
-    name = f"demo-llama-{shape.layers}x{shape.hidden}"
-    subject = _subject(name, model, shape.vocab, built_in=False)
+    subject = _subject(shape.name, model, shape.vocab, built_in=False)
     _check_memory(subject.spec, longest_prompt)
     return subject
 
@@ -80,9 +78,7 @@ def named_subject(name: str | Path, longest_prompt: int, seed: int) -> Subject:
 
 
 def _subject(name: str, model: PreTrainedModel, vocab: int, *, built_in: bool) -> Subject:
-    fields: dict[str, Any] = model.config.to_dict()
-    fields["dtype"] = str(model.dtype).removeprefix("torch.")
-    config = model_config_of(fields)
+    config = config_of(model)
     spec = load_model(name) if built_in else ModelSpec.from_config(config, name=name)
     return Subject(name, model, spec, None if built_in else config, vocab)
 

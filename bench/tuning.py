@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlane.bench.lab import Ids, Lab
+from kvlane.bench.observations import Observation, prefill, transfer
 from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample, TransferSample, fit_link, fit_pass
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Device, Link, Machine, Tier
@@ -15,6 +16,7 @@ from kvlane.policy.path_cost import PathCost
 from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PrefillCost
+from kvlane.policy.units import show_rate
 from kvlane.streams.executor import Mode
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.probe import CopySample
@@ -57,12 +59,14 @@ def fresh_points(lengths: Sequence[int]) -> list[Point]:
 class Tuner:
     """Measures a calibration prompt on the lab whose link is plain memory, and fits the policy to it.
 
-    The prompt's KV is kept in a store of its own, so that any prefix of it can be held again at once.
+    The prompt's KV is kept in a store of its own, so that any prefix of it can be held again at once. `observed` is
+    all that was measured.
     """
 
     def __init__(self, lab: Lab, spec: ModelSpec, ids: Ids, unit_tokens: int, tick: Tick) -> None:
         self.lab, self.spec, self.ids, self.tick = lab, spec, ids, tick
         self.store = HostStore(unit_tokens)
+        self.observed: list[Observation] = []
 
     def fresh(self, lengths: Sequence[int]) -> PassSamples:
         """Full prefills of these lengths. One causal kernel serves them: it skips what is masked."""
@@ -97,7 +101,9 @@ class Tuner:
             if sample.copy_bytes >= _SMALLEST_PROBED_BYTES
         ]
         for length in lengths:
-            samples.append(lab.sample_transfer(self.store, self.ids, length))
+            sample = lab.sample_transfer(self.store, self.ids, length)
+            samples.append(sample)
+            self.observed.append(transfer(link_name(lab.backend.link_bytes_per_s), sample))
             self.tick(f"calibrating the link on {length:,} tokens", 0.0)
         origin = f"{len(samples)} transfers measured on this machine"
         pace = lab.backend.link_bytes_per_s
@@ -159,10 +165,16 @@ class Tuner:
 
     def _sample(self, point: Point) -> tuple[PrefillSample, float]:
         taken = self.lab.sample_prefill(self.ids, point.resident, point.new, point.repeats)
+        self.observed.append(prefill(taken[0]))
         after = f" after {point.resident:,}" if point.resident else ""
         work = point.repeats * self.spec.prefill_flop(point.resident, point.new)
         self.tick(f"calibrating on {point.new:,} tokens{after}", work)
         return taken
+
+
+def link_name(paced_bytes_per_s: float | None) -> str:
+    """What a link is called in observations: those paced at different rates are different links."""
+    return "host link" if paced_bytes_per_s is None else f"link paced at {show_rate(paced_bytes_per_s)}"
 
 
 def cpu_machine(link: LinkFit, latency_s: float) -> Machine:

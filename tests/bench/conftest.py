@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvlane.bench.cli import app
 from kvlane.bench.lab import Answer, Ids, Lab
 from kvlane.bench.reproduce import Reproduction
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
+from kvlane.bench.timeline import Timeline
 from kvlane.bench.tuning import cpu_machine
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.cli import run_app
@@ -30,6 +31,7 @@ from kvlane.policy.model import ModelSpec
 from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PassCost, PrefillCost
+from kvlane.streams.timing import CopyTiming, LayerTiming, PartTiming, PassKind, PassTiming
 from kvlane.transfer.host import HostStore
 
 KvlaneBench = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -112,6 +114,84 @@ class Kit:
     # Rates on which the policy above loads everything, a part, and nothing.
     cheap_link, middling_link, slow_link = 1e12, 4e5, 1e3
     planner = staticmethod(planner)
+
+
+def timeline(
+    mode: str = "layered",
+    layers: int = 4,
+    copy_s: float = 0.02,
+    compute_s: float = 0.02,
+    tiers: tuple[str, ...] = ("host",),
+    group: int = 1,
+) -> Timeline:
+    """An answer as it would run on links and a device that are never disturbed; the second tier is half as fast.
+
+    `recompute` loads nothing, and `failed` gives a load up after half of its layers and recomputes.
+    """
+    now = 0.001
+    parts: list[PartTiming] = []
+    passes: list[PassTiming] = []
+    kind: PassKind = "forward"
+    if mode != "recompute":
+        begin = 500 if mode == "two_ended" else 0
+        arrived = layers // 2 if mode == "failed" else layers
+        for at, tier in enumerate(tiers):
+            rows = _copies(layers, copy_s * (at + 1), group)[:arrived]
+            parts.append(PartTiming(tier, begin, begin + 1000, arrived == layers, rows))
+            begin += 1000
+    held = parts[-1].end if parts else 0
+    if mode == "two_ended":
+        now, computed = _pass(now, layers, compute_s / 2)
+        passes, kind = [PassTiming("front", 0, 500, computed)], "tail"
+    if mode == "failed":
+        held, kind = 0, "recompute"
+        now, computed = _pass(copy_s * layers, layers, compute_s)
+    else:
+        arrivals = [max(part.layers[at].arrive_s for part in parts) for at in range(layers)] if parts else []
+        if mode == "bulk":
+            now, computed = _pass(arrivals[-1], layers, compute_s, before=arrivals[-1] - now)
+        else:
+            now, computed = _pass(now, layers, compute_s, arrivals, group)
+    passes.append(PassTiming(kind, held, held + 200, computed))
+    return Timeline(f"a made {mode} answer", tuple(parts), tuple(passes), 0.004, now + 0.004)
+
+
+def _copies(layers: int, each_s: float, group: int) -> tuple[CopyTiming, ...]:
+    """Rows of a stream that copies a layer in so many seconds, a MiB each."""
+    rows = []
+    for layer in range(layers):
+        first = layer // group * group
+        last = min(layers, first + group)
+        rows.append(CopyTiming(layer, 1 << 20, 2, 1e-5 * first, each_s * first, each_s * last, first))
+    return tuple(rows)
+
+
+def _pass(
+    begin: float,
+    layers: int,
+    compute_s: float,
+    arrivals: Sequence[float] = (),
+    group: int = 1,
+    before: float | None = None,
+) -> tuple[float, tuple[LayerTiming, ...]]:
+    """When the pass ends, and its rows: a layer needs its KV once a tenth of it is computed, or all of it before."""
+    now, rows = begin, []
+    for layer in range(layers):
+        reached, exposed = None, 0.0
+        if arrivals and layer % group == 0:
+            reached = now + compute_s / 10
+            exposed = max(0.0, arrivals[layer] - reached)
+        end = now + compute_s + exposed
+        if before is not None and layer == 0:
+            reached, exposed = begin - before, before
+        rows.append(LayerTiming(layer, 0, 0, None, None, None, reached, now, end, exposed))
+        now = end
+    return now, tuple(rows)
+
+
+@pytest.fixture(scope="session")
+def made_timeline() -> Callable[..., Timeline]:
+    return timeline
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvlane.bench.claims import judge
+from kvlane.bench.host import machine
 from kvlane.bench.lab import AloneTimes
 from kvlane.bench.report import render
-from kvlane.bench.results import machine, to_dict
+from kvlane.bench.results import to_dict
 
 # Seconds that meet every claim, by scenario and condition; each is predicted exactly.
 SECONDS = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvlane.bench.host import machine
 from kvlane.bench.report import render, show_copy_size
-from kvlane.bench.results import machine
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 
 HEADER = ["condition", "path", "loaded", "predicted", "measured", "min - max", "error", "speed-up", "overlap"]

@@ -29,9 +29,13 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def test_ends_well_with_both_files_and_the_report_on_stdout(reproduced):
-    assert sorted(path.name for path in reproduced.folder.iterdir()) == ["report.txt", "results.json"]
-    assert reproduced.out == reproduced.report
+def test_ends_well_with_its_files_and_the_report_on_stdout(reproduced):
+    files = sorted(path.name for path in reproduced.folder.iterdir())
+    assert files == ["observations.json", "report.txt", "results.json", "timeline.png", "trace.json"]
+    report, written = reproduced.out.removesuffix("\n").rsplit("\n\n", 1)
+    assert report + "\n" == reproduced.report
+    assert all(name in written for name in files)
+    assert str(reproduced.folder) in written
 
 
 def test_says_every_step_on_stderr(reproduced):

@@ -12,9 +12,9 @@ from kvlane.bench.lab import Answer, Lab
 from kvlane.bench.scenarios import MAX_LOGIT_DIFFERENCE, Scenario, WrongAnswerError, measure
 from kvlane.bench.shape import random_prompt
 from kvlane.streams.cpu import CpuBackend
-from kvlane.streams.engines import transformers as adapter
+from kvlane.streams.engines.transformers_forward import CacheLayer
 from kvlane.streams.executor import LayerLoad
-from kvlane.transfer.host import HostRun
+from kvlane.transfer.host_run import HostRun
 
 LOADS = ("bulk load", "layered load", "prefix split", "choice")
 
@@ -118,10 +118,8 @@ class TestStoredKv:
 @pytest.mark.parametrize("name", LOADS)
 class TestGuardsTakenAway:
     def test_a_prefix_length_reported_late_is_noticed(self, kit, small, name, monkeypatch):
-        length = adapter._CacheLayer.get_seq_length
-        monkeypatch.setattr(
-            adapter._CacheLayer, "get_seq_length", lambda self: length(self) if self._updates else 0
-        )
+        length = CacheLayer.get_seq_length
+        monkeypatch.setattr(CacheLayer, "get_seq_length", lambda self: length(self) if self._updates else 0)
         with pytest.raises(WrongAnswerError, match=f"scenario A, {name}"):
             run(kit, small, name)
 
