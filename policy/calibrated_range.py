@@ -58,7 +58,7 @@ class CalibratedRange:
             lows.append(self.new_tokens[0] - suffix + start)
             highs.append(self.new_tokens[1] - suffix + start)
         measured = None if link is None else self.link_bytes.get(link)
-        if measured is not None:
+        if measured is not None and bytes_per_token > 0:
             lows.append(measured[0] / bytes_per_token + start)
             highs.append(measured[1] / bytes_per_token + start)
         if not lows:

@@ -105,6 +105,8 @@ def _link(link: Link) -> dict[str, Any]:
         "rate_bytes_per_s": link.rate_bytes_per_s,
         "per_copy_s": link.per_copy_s,
         "latency_s": link.latency_s,
+        "per_event_s": link.per_event_s,
+        "first_use_s": link.first_use_s,
         "rate_table": [list(row) for row in link.rate_table],
         "ceiling_bytes_per_s": link.ceiling_bytes_per_s,
         "from": link.source,
@@ -156,6 +158,10 @@ def _link_in_words(link: Link) -> str:
         parts.append(f"{show_seconds(link.per_copy_s)} a copy")
     if link.latency_s:
         parts.append(f"{show_seconds(link.latency_s)} a transfer")
+    if link.first_use_s:
+        parts.append(f"{show_seconds(link.first_use_s)} more for the first from a peer")
+    if link.per_event_s:
+        parts.append(f"{show_seconds(link.per_event_s)} a group of layers")
     if link.ceiling_bytes_per_s:
         parts.append(f"at most {show_rate(link.ceiling_bytes_per_s)}")
     return ", ".join(parts)

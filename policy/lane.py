@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import MOST_TOKENS, Estimate, Request
-from kvlane.policy.transfer_cost import TransferCost
+from kvlane.policy.path_cost import Part, PathCost
+from kvlane.policy.plan import MOST_TOKENS, Estimate, LoadSegment, Path, Request
+from kvlane.policy.search import crossing, lowest_maximum
+from kvlane.policy.transfer_cost import Computes, TransferCost
 
 # No crossover is looked for beyond this many tokens.
 _LONGEST_PREFIX = MOST_TOKENS
 
 # Split points are looked for in at most so many runs of equally many prefill chunks.
 _MOST_STRETCHES = 512
+
+
+def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part], band: float) -> Estimate:
+    """Computing what lies before `parts` while they load, beside each other, and then the rest of the prompt."""
+    resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
+    begin, end = parts[0].start, parts[-1].end
+    wait, group = cost.wait_s(parts, cost.computes(end, prompt, chunk))
+    front = cost.prefill.prefill_s(resident, begin - resident, chunk)
+    rest = cost.recompute_s(end, prompt, chunk)
+    return Estimate(
+        path=path,
+        ttft_s=rest + max(front, wait),
+        compute_s=front + rest,
+        front_s=front,
+        transfer_s=cost.copies_s(parts, group),
+        load=tuple(
+            LoadSegment(part.tier, part.start, part.end, round(part.transfer.bytes(part.end - part.start)))
+            for part in parts
+        ),
+        group_layers=group,
+        band=band,
+    )
 
 
 class Lane:
@@ -42,27 +66,49 @@ class Lane:
         """Bytes per second the link achieves for loading everything usable, fixed costs apart."""
         return self.transfer.link.rate_at(self.transfer.copy_bytes(max(1, self.gain)))
 
+    def cuts(self, low: int, high: int) -> Sequence[int]:
+        """Where in the usable prefix a load may begin or end, strictly between two token counts, ascending."""
+        return range((low // self.unit + 1) * self.unit, min(high, self.usable + 1), self.unit)
+
+    def part(self, begin: int, end: int, load_end: int) -> Part:
+        """Tokens `[begin, end)` from here, of a load that ends at `load_end`."""
+        return Part(self.tier, self.transfer.before(load_end - end), begin, end)
+
     def ttft(self, end: int) -> float:
         request = self.request
         return self.cost.load_s(
             self.transfer, self.start, end, request.prompt_tokens, request.prefill_chunk_tokens
         )
 
-    def estimate(self, end: int) -> Estimate:
-        """Loading `[start, end)`: a load when that is everything usable, else a split."""
+    def estimate(self, begin: int, end: int) -> Estimate:
+        """Loading `[begin, end)`: a load when that is everything usable, else a split."""
+        path: Path = "load" if (begin, end) == (self.start, self.usable) else "split"
+        return estimated(self.cost, self.request, path, (self.part(begin, end, end),), self.band)
+
+    def load(self) -> Estimate:
+        """Loading everything usable."""
+        return self.estimate(self.start, self.usable)
+
+    def two_ended(self) -> Estimate | None:
+        """The fastest way to compute the front of the usable prefix while the rest of it loads, None where no load
+        may begin inside it.
+
+        The front takes longer the longer it is, and the load is waited for less: the best is where they meet.
+        """
+        points = self.cuts(self.start, self.usable)
+        if not points:
+            return None
         request, cost = self.request, self.cost
-        tokens = end - self.start
-        return Estimate(
-            path="load" if end == self.usable else "split",
-            ttft_s=self.ttft(end),
-            compute_s=cost.recompute_s(end, request.prompt_tokens, request.prefill_chunk_tokens),
-            transfer_s=self.transfer.total_s(tokens),
-            tier=self.tier,
-            start=self.start,
-            end=end,
-            load_bytes=round(self.transfer.bytes(tokens)),
-            band=self.band,
-        )
+        chunk = request.prefill_chunk_tokens
+        computes = cost.computes(self.usable, request.prompt_tokens, chunk)
+
+        def front(begin: int) -> float:
+            return cost.prefill.prefill_s(self.start, begin - self.start, chunk)
+
+        def wait(begin: int) -> float:
+            return cost.wait_s((self.part(begin, self.usable, self.usable),), computes)[0]
+
+        return self.estimate(lowest_maximum(front, wait, points), self.usable)
 
     def best_split(self) -> Estimate | None:
         """The fastest proper split, None where no load unit ends strictly inside the usable run.
@@ -79,14 +125,14 @@ class Lane:
         for left, right in self._stretches(low, high):
             points.update((left, right))
             for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
-                points.update(_crossing(signed, left, right))
+                points.update(crossing(signed, range(left, right + 1)))
             points.update(self._before_turns(turns, left, right))
         for point in tuple(points):
             # A copy moves a whole run: loading up to its end costs no more copies.
             for tokens in self.transfer.run_ends(point * self.unit - self.start):
                 points.add((self.start + tokens) // self.unit)
         best = min(sorted(point for point in points if low <= point <= high), key=self._ttft_at)
-        return self.estimate(best * self.unit)
+        return self.estimate(self.start, best * self.unit)
 
     def _ttft_at(self, units: int) -> float:
         return self.ttft(units * self.unit)
@@ -140,7 +186,9 @@ class Lane:
         chunk = self.request.prefill_chunk_tokens
         if chunk is None:
             return ()
-        return _crossing(lambda resident: self._beyond_floor(resident, chunk), 1, self.request.prompt_tokens)
+        return crossing(
+            lambda resident: self._beyond_floor(resident, chunk), range(1, self.request.prompt_tokens + 1)
+        )
 
     def _before_turns(self, turns: tuple[int, ...], left: int, right: int) -> set[int]:
         """Split points in a stretch from which a later whole chunk starts at one of the turns."""
@@ -196,38 +244,45 @@ class Lane:
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed
-        costs included."""
+        costs included: the largest that any awaited layer's arrival asks for."""
         request, cost, transfer = self.request, self.cost, self.transfer
-        chunk = request.prefill_chunk_tokens
-        recompute = cost.recompute_s(self.start, request.prompt_tokens, chunk)
-        after = cost.recompute_s(self.usable, request.prompt_tokens, chunk)
-        moved, fixed = transfer.bytes(self.gain), transfer.fixed_s(self.gain)
-        budgets = [(moved, recompute - after - fixed)]
-        if cost.executor == "layered" and transfer.by_layer:
-            layers = cost.prefill.layers
-            first = cost.prefill.pass_s(self.usable, self._first_pass(self.usable))
-            hidden = first * (layers - 1) / layers  # compute that can run while later layers arrive
-            first_fixed = transfer.link.latency_s + transfer.copies(self.gain) * transfer.link.per_copy_s
-            budgets = [
-                (moved, recompute - after + hidden - fixed),
-                (moved / layers, recompute - after - first_fixed),
-            ]
-        if any(budget <= 0 for _, budget in budgets):
-            return None, "loading saves less time than its fixed cost, at any rate"
-        return max(
-            size / budget for size, budget in budgets
-        ), "above this link rate loading everything is faster"
-
-
-def _crossing(signed: Callable[[int], float], left: int, right: int) -> tuple[int, ...]:
-    """The two neighbours in `[left, right]` between which a monotone function changes sign, if it does."""
-    at_left = signed(left)
-    if at_left * signed(right) > 0:
-        return ()
-    while right - left > 1:
-        middle = (left + right) // 2
-        if at_left * signed(middle) > 0:
-            left = middle
+        prompt, chunk = request.prompt_tokens, request.prefill_chunk_tokens
+        moved = transfer.bytes(self.gain)
+        if moved == 0:
+            return None, "these layers keep nothing that a load would have to move"
+        saved = cost.recompute_s(self.start, prompt, chunk) - cost.recompute_s(self.usable, prompt, chunk)
+        rates = []
+        if cost.executor == "bulk":
+            rates.append(_rate([(moved, saved - transfer.fixed_s(self.gain))]))
         else:
-            right = middle
-    return left, right
+            computes = cost.computes(self.usable, prompt, chunk)
+            most = cost.prefill.layers if transfer.event_s else 1
+            rates += [_rate(self._budgets(saved, computes, group)) for group in range(1, most + 1)]
+        found = [rate for rate in rates if rate is not None]
+        if not found:
+            return None, "loading saves less time than its fixed cost, at any rate"
+        return min(found), "above this link rate loading everything is faster"
+
+    def _budgets(self, saved: float, computes: Computes, group: int) -> list[tuple[float, float]]:
+        """The bytes that are there when each group of layers has arrived, and the seconds they may take.
+
+        What is computed before a group is needed may run while it arrives.
+        """
+        transfer, layers = self.transfer, self.cost.prefill.layers
+        each = [computes] * layers if isinstance(computes, float) else computes
+        before = list(accumulate(each, initial=0.0))
+        moved, fixed = transfer.bytes_until(self.gain), transfer.fixed_until(self.gain)
+        moving = transfer.moving(self.gain)
+        budgets = []
+        for number, first in enumerate(range(0, len(moving), group)):
+            last = moving[min(first + group, len(moving)) - 1]
+            spent = fixed[last] + (number + 1) * transfer.event_s
+            budgets.append((moved[last], saved + before[moving[first]] - spent))
+        return budgets
+
+
+def _rate(budgets: Sequence[tuple[float, float]]) -> float | None:
+    """The rate at which bytes take no more than their seconds, None where there are no seconds."""
+    if any(seconds <= 0 for _, seconds in budgets):
+        return None
+    return max(size / seconds for size, seconds in budgets)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
+from kvlane.policy import pipeline
 from kvlane.policy.machine import Link, Tier
 from kvlane.policy.model import KvFormat, ModelSpec
-from kvlane.policy.transfer_cost import TransferCost
+from kvlane.policy.transfer_cost import Computes, TransferCost
 
 T = TypeVar("T")
 
@@ -32,6 +34,11 @@ class LayerBytes:
 
     def bytes(self, tokens: int) -> float:
         return self.tokens(tokens) * self.per_token + self.static if tokens > 0 else 0.0
+
+    def before(self, after: int) -> LayerBytes:
+        """What the layer moves for tokens that end `after` before the load does: the rest of its window, no state."""
+        window = None if self.window is None else max(0, self.window - after)
+        return replace(self, window=window, static=0.0, static_runs=0)
 
 
 def layer_bytes(model: ModelSpec, form: KvFormat, tp: int, runs_per_layer: int) -> tuple[LayerBytes, ...]:
@@ -89,14 +96,13 @@ class LayerwiseTransfer(TransferCost):
             run_tokens=load_unit_tokens if tier.run_tokens == 0 else tier.run_tokens,
             runs_per_layer=tier.runs_per_layer,
             layout=tier.layout,
+            per_token_s=tier.per_token_s,
             kinds=tuple(kinds),
             order=tuple(kinds.index(layer) for layer in of),
         )
 
-    @property
-    def uniform(self) -> bool:
-        """Never: layers that differ arrive one by one."""
-        return False
+    def before(self, after: int) -> LayerwiseTransfer:
+        return replace(self, kinds=tuple(layer.before(after) for layer in self.kinds)) if after else self
 
     def bytes(self, tokens: int) -> float:
         """Bytes moved when `tokens` tokens are loaded, all layers and states."""
@@ -110,7 +116,11 @@ class LayerwiseTransfer(TransferCost):
         moved = layer.tokens(tokens)
         if moved <= 0:
             return layer.static_runs
-        runs = 1 if self.run_tokens is None else -(-moved // self.run_tokens)
+        if self.counted is not None:
+            whole, copies = self.counted
+            runs = max(1, -(-moved * copies // (whole * self.runs_per_layer)))
+        else:
+            runs = 1 if self.run_tokens is None else -(-moved // self.run_tokens)
         return runs * layer.runs + layer.static_runs
 
     def _all_copies(self, tokens: int) -> list[int]:
@@ -146,29 +156,48 @@ class LayerwiseTransfer(TransferCost):
 
     def total_s(self, tokens: int) -> float:
         """Seconds for all layers, latency included; nothing costs nothing."""
-        return self.link.latency_s + sum(self.layers_s(tokens)) if tokens > 0 else 0.0
+        return self.lead_s(tokens) + sum(self.layers_s(tokens)) if tokens > 0 else 0.0
 
-    def arrivals(self, tokens: int) -> list[float]:
-        """When each layer has arrived, in seconds from the start of the transfer."""
-        if tokens <= 0:
-            return [0.0] * self.layers
+    def moving(self, tokens: int) -> Sequence[int]:
+        moves = [layer.bytes(tokens) > 0 for layer in self.kinds]
+        return [layer for layer, kind in enumerate(self.order) if moves[kind]]
+
+    def arrivals(self, tokens: int, group_layers: int = 1) -> list[float]:
+        """When each layer has arrived, in seconds from the start of the transfer; 0 where nothing is moved."""
+        arrivals = [0.0] * self.layers
+        moving = self.moving(tokens)
         if not self.by_layer:
-            return [self.total_s(tokens)] * self.layers
-        at, arrivals = self.link.latency_s, []
-        for seconds in self.layers_s(tokens):
-            at += seconds
-            arrivals.append(at)
+            whole = self.total_s(tokens)
+            for layer in moving:
+                arrivals[layer] = whole
+            return arrivals
+        each = self.layers_s(tokens)
+        copied = list(accumulate((each[layer] for layer in moving), initial=self.lead_s(tokens)))[1:]
+        for layer, at in zip(
+            moving, pipeline.grouped(copied, group_layers, self.link.per_event_s), strict=True
+        ):
+            arrivals[layer] = at
         return arrivals
 
+    def wait_s(self, tokens: int, computes: Computes, group_layers: int = 1) -> float:
+        """How long a pass over the layers waits for `tokens` tokens that arrive layer by layer."""
+        each = [computes] * self.layers if isinstance(computes, float) else computes
+        return pipeline.longest_wait(self.arrivals(tokens, group_layers), each)
+
+    def bytes_until(self, tokens: int) -> list[float]:
+        """Bytes moved for `tokens` tokens by the time each layer has arrived."""
+        if not self.by_layer:
+            return [self.bytes(tokens)] * self.layers
+        return list(accumulate(self._each([layer.bytes(tokens) for layer in self.kinds])))
+
     def fixed_until(self, tokens: int) -> list[float]:
-        """What the transfer has cost whatever the rate when each layer arrives: latency and per-copy cost."""
-        at, fixed = self.link.latency_s, []
-        for copies in self._all_copies(tokens):
-            at += copies * self.link.per_copy_s
-            fixed.append(at)
-        return fixed if self.by_layer else [self.fixed_s(tokens)] * self.layers
+        """What the transfer has cost whatever the rate by the time each layer has arrived, events apart."""
+        if not self.by_layer:
+            return [self.fixed_s(tokens)] * self.layers
+        each = [copies * self.link.per_copy_s for copies in self._all_copies(tokens)]
+        return list(accumulate(each, initial=self.lead_s(tokens)))[1:]
 
     def fixed_s(self, tokens: int) -> float:
-        """What a transfer costs whatever the rate: latency and per-copy cost."""
+        """What a transfer costs whatever the rate: what comes before it, and per-copy cost."""
         copies = sum(self._all_copies(tokens)) if self.by_layer else self.copies(tokens)
-        return self.link.latency_s + copies * self.link.per_copy_s
+        return self.lead_s(tokens) + copies * self.link.per_copy_s

@@ -36,7 +36,8 @@ class Machine:
     def with_link_rate(self, rate_bytes_per_s: float, tier: str | None = None) -> Machine:
         """This machine with the link of `tier` (of every tier when None) at an explicit achieved rate.
 
-        The rate stands for everything: a stated achieved rate already holds the cost of its copies.
+        The rate stands for everything: a stated achieved rate already holds the cost of its copies, and of what the
+        host does for them.
         """
         names = [self.tier(tier).link] if tier else list(self.links)
         links = dict(self.links)
@@ -44,7 +45,11 @@ class Machine:
             links[name] = Link(
                 name=name, rate_bytes_per_s=rate_bytes_per_s, source="explicit", origin="--link"
             )
-        return replace(self, links=links)
+        tiers = {
+            name: replace(each, per_token_s=0.0) if each.link in names else each
+            for name, each in self.tiers.items()
+        }
+        return replace(self, links=links, tiers=tiers)
 
     def efficiency_for(self, dtype: str, engine: str) -> PrefillEfficiency:
         """The efficiency of `engine` at `dtype`; another row of the machine, as an assumption, if it has none.

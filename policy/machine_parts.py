@@ -21,8 +21,10 @@ class Link:
 
     Either `rate_bytes_per_s` with `per_copy_s` (the asymptotic rate and what each copy costs on top), or
     `rate_table`, achieved rates by copy size `((copy_bytes, bytes_per_s), ...)`, which already hold the
-    per-copy cost; never both. `latency_s` is paid once a transfer. `ceiling_bytes_per_s` is what the wire
-    carries at most; `rows` counts the published measurements a fitted link stands on.
+    per-copy cost; never both. `latency_s` is paid once a transfer, `first_use_s` on top of it when the peer is
+    cold. `per_event_s` is what it costs, when layers are loaded one after another, to enqueue one group of them
+    and record its event. `ceiling_bytes_per_s` is what the wire carries at most; `rows` counts the published
+    measurements a fitted link stands on.
 
     Raises `InputError` naming the field for a rate, time or table that cannot be.
     """
@@ -36,13 +38,20 @@ class Link:
     source: Source = "explicit"
     origin: str = ""
     rows: int = 0
+    per_event_s: float = 0.0
+    first_use_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_bytes_per_s < math.inf:
             raise InputError(
                 f"links.{self.name}.rate", f"{self.rate_bytes_per_s!r} is not a rate", "a rate above zero"
             )
-        for part, value in (("per_copy", self.per_copy_s), ("latency", self.latency_s)):
+        for part, value in (
+            ("per_copy", self.per_copy_s),
+            ("latency", self.latency_s),
+            ("per_event", self.per_event_s),
+            ("first_use", self.first_use_s),
+        ):
             if not 0 <= value < math.inf:
                 raise InputError(
                     f"links.{self.name}.{part}", f"{value!r} is not a time", "zero or more seconds"

@@ -63,6 +63,8 @@ class _LinkText(_Strict):
     rate: str = ""
     per_copy: str = "0 s"
     latency: str = "0 s"
+    per_event: str = "0 s"
+    first_use: str = "0 s"
     rate_table: list[tuple[str, str]] = []
     ceiling: str | None = None
     basis: _Basis = "profile"
@@ -166,6 +168,8 @@ def _link(name: str, text: _LinkText) -> Link:
         rate_bytes_per_s=rate,
         per_copy_s=parse_seconds(text.per_copy, f"{at}.per_copy"),
         latency_s=parse_seconds(text.latency, f"{at}.latency"),
+        per_event_s=parse_seconds(text.per_event, f"{at}.per_event"),
+        first_use_s=parse_seconds(text.first_use, f"{at}.first_use"),
         rate_table=table,
         ceiling_bytes_per_s=ceiling,
         source=text.basis,

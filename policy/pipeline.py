@@ -1,8 +1,10 @@
 """When the last layer is done, if each layer may start only once its own KV has arrived.
 
 Layer `l`'s KV arrives at `a[l]` and its compute takes `c[l]`; both lists run over the layers in order, in
-seconds from the moment the pass could start. The three forms agree: the recurrence is what happens, the
-closed form is what one can reason with, the uniform form is what a decision can afford.
+seconds from the moment the pass could start. The forms agree: the recurrence is what happens, the closed form
+is what one can reason with, the uniform form is what a decision can afford. What the last layer finishes later
+than compute alone would have it is the pass's *wait*. Of two sources that bring a layer's KV together the later one
+counts, so the wait for both is the longer of the waits for each.
 """
 
 from __future__ import annotations
@@ -29,9 +31,21 @@ def with_enqueue(
     return [max(arrival, exposed) for arrival in arrivals], list(computes)
 
 
-def recurrence(arrivals: Sequence[float], computes: Sequence[float]) -> list[float]:
-    """Finish time of every layer: `f[l] = max(f[l-1], a[l]) + c[l]`."""
-    finished = 0.0
+def grouped(arrivals: Sequence[float], group: int, event_s: float = 0.0) -> list[float]:
+    """Arrivals when `group` layers share one event: each layer arrives with the last of its group.
+
+    Recording an event costs `event_s` on the link, after the group's copies.
+    """
+    layers = len(arrivals)
+    return [
+        arrivals[min(layers, (layer // group + 1) * group) - 1] + (layer // group + 1) * event_s
+        for layer in range(layers)
+    ]
+
+
+def recurrence(arrivals: Sequence[float], computes: Sequence[float], begin_s: float = 0.0) -> list[float]:
+    """Finish time of every layer: `f[l] = max(f[l-1], a[l]) + c[l]`, the first beginning at `begin_s`."""
+    finished = begin_s
     finishes = []
     for arrival, compute in zip(arrivals, computes, strict=True):
         finished = max(finished, arrival) + compute
@@ -39,26 +53,35 @@ def recurrence(arrivals: Sequence[float], computes: Sequence[float]) -> list[flo
     return finishes
 
 
-def closed_form(arrivals: Sequence[float], computes: Sequence[float]) -> float:
+def closed_form(arrivals: Sequence[float], computes: Sequence[float], begin_s: float = 0.0) -> float:
     """Finish of the last layer: `C[L] + max over k of (a[k] - C[k-1])`, `C` the running sum of computes.
 
-    The pass starts no earlier than 0, whatever has arrived before.
+    The pass starts no earlier than `begin_s`, whatever has arrived before.
     """
+    return sum(computes) + max(begin_s, longest_wait(arrivals, computes))
+
+
+def longest_wait(arrivals: Sequence[float], computes: Sequence[float]) -> float:
+    """The wait of a pass that could start at 0: `max over k of (a[k] - C[k-1])`, or 0 where that is less."""
     before = 0.0
     wait = 0.0
     for arrival, compute in zip(arrivals, computes, strict=True):
         wait = max(wait, arrival - before)
         before += compute
-    return before + wait
+    return wait
 
 
-def uniform(first_arrival: float, gap: float, compute: float, layers: int) -> float:
-    """The same for layers all alike: arrivals at `first_arrival + l * gap`, each computing `compute`.
+def uniform_wait(
+    lead: float, gap: float, compute: float, layers: int, group: int = 1, event_s: float = 0.0
+) -> float:
+    """The wait for layers all alike, which take `gap` to arrive, one after another from `lead` on, and `compute` each.
 
-    `a[k] - C[k-1]` is linear in `k`, so its largest value is at the first layer or at the last.
+    `group` layers share an event that costs `event_s`. `a[k] - C[k-1]` is linear in the group's number, but for
+    a last group that is smaller: its largest value is at the first group, at the last, or at the last but one.
     """
-    return max(
-        layers * compute,
-        first_arrival + layers * compute,
-        first_arrival + (layers - 1) * gap + compute,
-    )
+    groups = -(-layers // group)
+    last = lead + layers * gap + groups * event_s - (groups - 1) * group * compute
+    if groups == 1:
+        return max(0.0, last)
+    step = group * gap + event_s
+    return max(0.0, lead + step, lead + (groups - 1) * step - (groups - 2) * group * compute, last)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Source
-from kvlane.policy.units import LONGEST_S, show_bytes, show_rate, show_seconds
+from kvlane.policy.reason import reason
+from kvlane.policy.units import LONGEST_S
+
+if TYPE_CHECKING:
+    from kvlane.policy.basis import Basis
 
 Path = Literal["load", "recompute", "split"]
+PATHS: tuple[Path, ...] = ("load", "recompute", "split")
 Executor = Literal["bulk", "layered", "two_ended"]
-EXECUTORS: tuple[Executor, ...] = ("bulk", "layered")
+EXECUTORS: tuple[Executor, ...] = ("bulk", "layered", "two_ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,9 @@ class Request:
     engine prefills in one pass, None for no limit. `state_checkpoints` lists, by tier or for all of them, the
     token counts after which a snapshot of recurrent state is stored there: a hit of a model with such layers ends
     at one of them, and is worth nothing without. `link_queue_s` is the seconds of copies already queued, by tier, on
-    the link a load would take: they are waited out first.
+    the link a load would take: they are waited out first. `copies` is how many copies one layer of everything
+    usable and not resident takes from a tier, where who holds the block table has counted them. `cold` names the
+    tiers whose peer has not been used yet, so that a load pays the link's first use.
 
     Raises `InputError` naming the field.
     """
@@ -66,6 +73,8 @@ class Request:
     tail_tokens: int = 1
     state_checkpoints: Mapping[str, Sequence[int]] | Sequence[int] = ()
     link_queue_s: Mapping[str, float] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
+    cold: Collection[str] = ()
 
     def __post_init__(self) -> None:
         prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
@@ -98,6 +107,10 @@ class Request:
                 raise InputError(
                     f"link_queue_s.{tier}", f"is {str(queued)[:40]}", f"seconds from 0 to {LONGEST_S:g}"
                 )
+        for tier, copies in self.copies.items():
+            _count(copies, f"copies.{tier}", 1)
+        if isinstance(self.cold, str) or not all(isinstance(tier, str) for tier in self.cold):
+            raise InputError("cold", f"is {str(self.cold)[:40]!r}", "names of tiers")
         listed = self.state_checkpoints
         for tier in self.hits if isinstance(listed, Mapping) else ("",):
             for at in self.checkpoints(tier):
@@ -128,23 +141,38 @@ class Estimate:
     """What one path would take, in seconds, and what it would load.
 
     `transfer_s` (the queue on its link included) and `compute_s` are what copies and compute would take alone;
-    `exposed_s` is TTFT minus compute. `low_s` and `high_s` span the error band of the parameters this path
-    depends on.
+    `front_s` is the part of compute that runs while the load does, before the tokens loaded. `exposed_s` is TTFT
+    minus compute. `load` lists the runs loaded, `group_layers` how many layers share an event. `low_s` and
+    `high_s` span the error band of the parameters this path depends on.
     """
 
     path: Path
     ttft_s: float
     compute_s: float
     transfer_s: float = 0.0
-    tier: str | None = None
-    start: int = 0
-    end: int = 0
-    load_bytes: int = 0
+    load: tuple[LoadSegment, ...] = ()
+    front_s: float = 0.0
+    group_layers: int = 1
     band: float = 0.0
+
+    @property
+    def start(self) -> int:
+        """The first token loaded; 0 when nothing is."""
+        return self.load[0].start if self.load else 0
+
+    @property
+    def end(self) -> int:
+        """The first token after those loaded; 0 when nothing is."""
+        return self.load[-1].end if self.load else 0
 
     @property
     def load_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes one rank moves."""
+        return sum(segment.bytes for segment in self.load)
 
     @property
     def exposed_s(self) -> float:
@@ -165,10 +193,12 @@ class Estimate:
             "high_s": self.high_s,
             "transfer_s": self.transfer_s,
             "compute_s": self.compute_s,
+            "front_s": self.front_s,
             "exposed_s": self.exposed_s,
-            "tier": self.tier,
+            "load": [asdict(segment) for segment in self.load],
             "load_tokens": self.load_tokens,
             "load_bytes": self.load_bytes,
+            "group_layers": self.group_layers,
         }
 
 
@@ -184,13 +214,11 @@ class Parameter:
 class Plan:
     """The decision for one request.
 
-    `path` is what to do; `load` lists what to load, run after run (empty when recomputing; beginning above the resident
-    tokens when those between are computed meanwhile), and `group_layers` how many layers share one event;
-    `estimates` holds every path's
-    own best, None with a word in `unavailable` where a path does not exist. `crossover_tokens` and
-    `break_even_bytes_per_s` are None with a word in `crossover_note` / `break_even_note` where there is none.
-    `notes` say where an estimate leaves the range its calibration was measured in. Not frozen, since it is built
-    once per decision.
+    `path` is what to do; `load` lists what to load, run after run (nothing when recomputing; beginning above the
+    resident tokens when those between are computed meanwhile), and `group_layers` how many layers share one event.
+    `estimates` holds every path's own best, None with a word in `unavailable` where a path does not exist; the chosen
+    path's is what the plan does. What the answer rests on is worked out when it is asked for. Not frozen, since
+    it is built once per decision.
     """
 
     model: str
@@ -200,6 +228,7 @@ class Plan:
     resident_tokens: int
     path: Path
     load: tuple[LoadSegment, ...]
+    group_layers: int
     ttft_s: float
     exposed_s: float
     estimates: dict[Path, Estimate | None]
@@ -208,15 +237,7 @@ class Plan:
     kv_bytes_per_token: float
     tp: int
     usable_tokens: int
-    link_bytes_per_s: float | None
-    crossover_tokens: int | None
-    crossover_note: str
-    break_even_bytes_per_s: float | None
-    break_even_note: str
-    calibrated: bool
-    parameters_from: dict[str, Parameter]
-    notes: tuple[str, ...] = ()
-    group_layers: int = 1
+    basis: Basis = field(compare=False, repr=False)
 
     @property
     def load_tokens(self) -> int:
@@ -232,49 +253,49 @@ class Plan:
         return self.prompt_tokens - self.resident_tokens - self.load_tokens
 
     @property
+    def link_bytes_per_s(self) -> float | None:
+        """The rate achieved in loading everything usable from the tier that crossover and break-even are about."""
+        return self.basis.link_rate
+
+    @property
+    def crossover_tokens(self) -> int | None:
+        """The prefix length from which on loading is not slower; None where there is none, as the note says."""
+        return self.basis.crossover[0]
+
+    @property
+    def crossover_note(self) -> str:
+        return self.basis.crossover[1]
+
+    @property
+    def break_even_bytes_per_s(self) -> float | None:
+        """The link rate at which load and recompute tie; None where there is none, as the note says."""
+        return self.basis.break_even[0]
+
+    @property
+    def break_even_note(self) -> str:
+        return self.basis.break_even[1]
+
+    @property
+    def parameters_from(self) -> dict[str, Parameter]:
+        """Where the parameters of prefill and of each link in use come from."""
+        return self.basis.parameters
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether all of them were measured here or stated."""
+        return all(
+            parameter.source in ("calibration", "explicit") for parameter in self.parameters_from.values()
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where an estimate leaves the range its calibration was measured in."""
+        return self.basis.notes
+
+    @property
     def reason(self) -> str:
         """One sentence: the inequality that decided, with its numbers."""
-        chosen = self.estimates[self.path]
-        assert chosen is not None
-        others = [other for other in self.estimates.values() if other is not None and other.path != self.path]
-        if not others:
-            missing = "; ".join(dict.fromkeys(self.unavailable.values()))
-            return f"{self._say(chosen)}: nothing to weigh it against ({missing})"
-        best = min(others, key=lambda other: other.ttft_s)
-        rest = [other for other in others if other is not best]
-        if best.ttft_s < chosen.ttft_s:
-            verdict = (
-                f"{self._say(chosen)} is within {self.tie_margin:.0%} of {self._say(best)}, and such a near-tie"
-                " goes to the steadier path"
-            )
-        else:
-            verdict = f"{self._say(chosen)} < {self._say(best)}"
-        for other in rest:
-            sign = "<" if chosen.ttft_s < other.ttft_s else ">="
-            verdict += f", {sign} {self._say(other)}"
-        if self.break_even_bytes_per_s is not None and self.link_bytes_per_s is not None:
-            sign = "above" if self.link_bytes_per_s >= self.break_even_bytes_per_s else "below"
-            verdict += (
-                f"; the link's {show_rate(self.link_bytes_per_s)} is {sign} the break-even rate of"
-                f" {show_rate(self.break_even_bytes_per_s)} for loading everything"
-            )
-        return f"{verdict} ({self.executor} executor)"
-
-    def _say(self, estimate: Estimate) -> str:
-        """One estimate in words with its parts, as far as they are disjoint."""
-        computed = self.prompt_tokens - self.resident_tokens - estimate.load_tokens
-        total = show_seconds(estimate.ttft_s)
-        if estimate.path == "recompute":
-            return f"recompute of {computed} tokens {total}"
-        load = f"{estimate.load_tokens} tokens ({show_bytes(estimate.load_bytes)}) from {estimate.tier}"
-        achieved = show_rate(estimate.load_bytes / estimate.transfer_s) if estimate.transfer_s else "once"
-        copy = f"{show_seconds(estimate.transfer_s)} at {achieved}"
-        compute = show_seconds(estimate.compute_s)
-        if self.executor == "bulk":
-            parts = f"copy {copy} then {computed} tokens computed in {compute}"
-        else:
-            parts = f"copy {copy} under {computed} tokens computed in {compute}"
-        return f"{estimate.path} of {load} {total} ({parts})"
+        return reason(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready values, the same words as the attributes; no infinities."""

@@ -5,10 +5,11 @@ A planner holds everything that does not change between requests; `decide` is pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvlane.policy.basis import Basis
 from kvlane.policy.calibrated_range import CalibratedRange
 from kvlane.policy.errors import InputError
 from kvlane.policy.lane import Lane
@@ -17,16 +18,14 @@ from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_by
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
+from kvlane.policy.plan import EXECUTORS, PATHS, Estimate, Executor, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
-from kvlane.policy.units import show_rate, show_seconds
+from kvlane.policy.two_tiers import TwoTiers
 
 # Half-widths of an estimate's error band by where its least certain parameter came from. Declared, not
 # measured: a calibrated estimate brings the residual of its own fit instead.
 BAND: Mapping[Source, float] = {"explicit": 0.05, "calibration": 0.10, "profile": 0.25, "assumption": 0.50}
-
-_STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,10 @@ class Calibration:
 class Planner:
     """Decides requests for one model on one machine with one executor.
 
-    `executor` is what the engine can do: `bulk` (all layers, then compute) or `layered` (each layer waits for
-    its own KV). `calibration` replaces the profile's prefill cost. `tie_margin` is the relative difference
-    under which two candidates are a near-tie.
+    `executor` is what the engine can do: `bulk` (all layers, then compute), `layered` (each layer waits for its own
+    KV) or `two_ended` (layered, and the front of the prefix may be computed while the rest of it loads).
+    `calibration` replaces the profile's prefill cost. `tie_margin` is the relative difference under which two
+    candidates are a near-tie.
 
     Raises `InputError` naming the field for anything unknown or out of range.
     """
@@ -76,7 +76,7 @@ class Planner:
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
         self.layer_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp) / self.layers
-        self._parameters: dict[str, Parameter] = {}
+        self._transfers: dict[tuple[str, int], TransferCost] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._link_errors = calibration.link_errors if calibration is not None else {}
         self._ranges = calibration.ranges if calibration is not None else None
@@ -90,32 +90,47 @@ class Planner:
                 # What was measured is the whole pass; the model's FLOP say how it divides.
                 self.prefill = replace(self.prefill, unlike=model.layers)
             self._compute_band = max(calibration.relative_error, 0.01)
-            self._parameters["prefill"] = Parameter("calibration", calibration.origin)
+            self._prefill_from = Parameter("calibration", calibration.origin)
         else:
             self.prefill, row = PrefillCost.from_profile(
                 model, machine, engine=engine, tp=tp, kv_dtype=self.kv_dtype
             )
             self._compute_band = BAND[row.source]
             text = f"{row.engine} {row.dtype} reaches {row.efficiency:.1%} of peak: {row.origin}"
-            self._parameters["prefill"] = Parameter(row.source, text)
+            self._prefill_from = Parameter(row.source, text)
         self.cost = PathCost(self.prefill, executor)
 
     def decide(self, request: Request) -> Plan:
         """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
         lanes = {tier: self._lane(tier, request) for tier in request.hits}
         useful = [lane for lane in lanes.values() if lane.gain > 0]
-        load = min((lane.estimate(lane.usable) for lane in useful), key=_ttft, default=None)
-        splits = [split for lane in useful if (split := lane.best_split()) is not None]
-        split = min(splits, key=_ttft, default=None)
-        recompute = self._recompute(request)
-        estimates: dict[Path, Estimate | None] = {"load": load, "recompute": recompute, "split": split}
-        nothing = "; ".join(lane.no_gain() for lane in lanes.values()) or "no stored prefix"
+        candidates = [self._recompute(request)]
+        alone = min((lane.load() for lane in useful), key=_ttft, default=None)
+        if alone is not None:
+            both = self._pairs(useful)
+            ways: list[list[Estimate | None]] = [
+                [alone],
+                [pair.load() for pair in both],
+                [lane.best_split() for lane in useful],
+                [pair.best_split() for pair in both],
+            ]
+            if self.executor == "two_ended":
+                ways += [[lane.two_ended() for lane in useful], [pair.two_ended() for pair in both]]
+            for way in ways:
+                found = [estimate for estimate in way if estimate is not None]
+                candidates += [min(found, key=_ttft)] if found else []
+        chosen = self._choose(candidates)
+        estimates: dict[Path, Estimate | None] = {}
+        for path in PATHS:
+            own = (candidate for candidate in candidates if candidate.path == path)
+            estimates[path] = chosen if chosen.path == path else min(own, key=_ttft, default=None)
         unavailable: dict[Path, str] = {}
-        if load is None:
-            unavailable["load"] = nothing
-        if split is None:
-            unavailable["split"] = nothing if load is None else self._no_split
-        return self._plan(request, lanes, estimates, unavailable)
+        if alone is None:
+            nothing = "; ".join(lane.no_gain() for lane in lanes.values()) or "no stored prefix"
+            unavailable = {"load": nothing, "split": nothing}
+        elif estimates["split"] is None:
+            unavailable = {"split": self._no_split}
+        return self._plan(request, lanes, chosen, estimates, unavailable, alone)
 
     @property
     def _no_split(self) -> str:
@@ -123,37 +138,33 @@ class Planner:
             return "no state checkpoint lies inside the usable prefix"
         return "the usable prefix is a single load unit"
 
+    def _pairs(self, lanes: Sequence[Lane]) -> list[TwoTiers]:
+        """Two tiers at once, the one that has more to give last; both orders where only layers' kinds tell them
+        apart."""
+        pairs = []
+        for at, one in enumerate(lanes):
+            for other in lanes[at + 1 :]:
+                if one.usable <= other.usable:
+                    pairs.append(TwoTiers(one, other))
+                if one.usable > other.usable or (one.usable == other.usable and not self.model.uniform):
+                    pairs.append(TwoTiers(other, one))
+        return pairs
+
     def _plan(
         self,
         request: Request,
         lanes: Mapping[str, Lane],
+        chosen: Estimate,
         estimates: dict[Path, Estimate | None],
         unavailable: dict[Path, str],
+        alone: Estimate | None,
     ) -> Plan:
-        chosen = self._choose(estimates)
-        load = estimates["load"]
-        tier = chosen.tier or (load.tier if load else None)
-        crossover, crossover_note = None, "no stored prefix to load"
-        rate, rate_note = None, "no stored prefix to load"
-        link_rate = None
+        tier = None
+        if alone is not None:
+            tier = (chosen.load if len(chosen.load) == 1 else alone.load)[0].tier
+        # A load from several tiers goes as far as the last of them reaches.
+        furthest = chosen.load[-1].tier if chosen.load else tier
         usable = max((lane.usable for lane in lanes.values()), default=0)
-        parameters = self._parameters
-        if tier is not None:
-            lane = lanes[tier]
-            usable = lane.usable
-            crossover, crossover_note = lane.crossover()
-            crossover_note += self._crossover_range_note(crossover, lane, request)
-            rate, rate_note = lane.break_even()
-            link = lane.transfer.link
-            link_rate = lane.link_rate()
-            text = f"{show_rate(link.rate_bytes_per_s)}: {link.origin}"
-            if link.per_copy_s:
-                copies = lane.transfer.copies(max(1, lane.gain))
-                text = f"{copies} copies a layer, each {show_seconds(link.per_copy_s)} beside its bytes at {text}"
-            parameters = {**parameters, f"link.{link.name}": Parameter(link.source, text)}
-        segments: tuple[LoadSegment, ...] = ()
-        if chosen.tier is not None:
-            segments = (LoadSegment(chosen.tier, chosen.start, chosen.end, chosen.load_bytes),)
         return Plan(
             model=self.model.name,
             machine=self.machine.name,
@@ -161,7 +172,8 @@ class Planner:
             prompt_tokens=request.prompt_tokens,
             resident_tokens=request.resident_tokens,
             path=chosen.path,
-            load=segments,
+            load=chosen.load,
+            group_layers=chosen.group_layers,
             ttft_s=chosen.ttft_s,
             exposed_s=chosen.exposed_s,
             estimates=estimates,
@@ -169,54 +181,55 @@ class Planner:
             tie_margin=self.tie_margin,
             kv_bytes_per_token=self.model.kv_bytes_per_token(self.kv_dtype, self.tp),
             tp=self.tp,
-            usable_tokens=usable,
-            link_bytes_per_s=link_rate,
-            crossover_tokens=crossover,
-            crossover_note=crossover_note,
-            break_even_bytes_per_s=rate,
-            break_even_note=rate_note,
-            calibrated=all(
-                parameter.source in ("calibration", "explicit") for parameter in parameters.values()
-            ),
-            parameters_from=parameters,
-            notes=self._range_notes(request, estimates),
+            usable_tokens=usable if furthest is None else lanes[furthest].usable,
+            basis=Basis(request, lanes, tier, chosen, estimates, self._prefill_from, self._ranges),
         )
 
-    def _choose(self, estimates: Mapping[Path, Estimate | None]) -> Estimate:
-        """The fastest candidate, or the steadier one of a near-tie.
+    def _choose(self, candidates: Sequence[Estimate]) -> Estimate:
+        """The fastest candidate, or the steadier one of a near-tie; the candidates come steadiest first.
 
         Recompute depends on the device alone, a load on the link and little compute, a split on both being
-        as predicted at once. Any two candidates share their parameters, so no error band is consulted here.
+        as predicted at once, two tiers on both their links. Any two candidates share their parameters, so no error
+        band is consulted here.
         """
-        best = min(estimate.ttft_s for estimate in estimates.values() if estimate is not None)
-        for path in _STEADIEST_FIRST:
-            estimate = estimates[path]
-            if estimate is not None and (
-                estimate.ttft_s == best or estimate.ttft_s < best * (1 + self.tie_margin)
-            ):
-                return estimate
-        raise AssertionError("recompute is always a candidate")
+        best = min(candidate.ttft_s for candidate in candidates)
+        return next(
+            candidate
+            for candidate in candidates
+            if candidate.ttft_s == best or candidate.ttft_s < best * (1 + self.tie_margin)
+        )
 
     def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
-        found = self.machine.tier(tier)
-        link = self.machine.links[found.link]
-        of = self._layer_bytes(found.runs_per_layer)
-        if of is not None:
-            return LayerwiseTransfer.over(found, link, of, load_unit_tokens)
-        return TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
+        key = tier, load_unit_tokens
+        if key not in self._transfers:
+            found = self.machine.tier(tier)
+            link = self.machine.links[found.link]
+            of = self._layer_bytes(found.runs_per_layer)
+            self._transfers[key] = (
+                TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
+                if of is None
+                else LayerwiseTransfer.over(found, link, of, load_unit_tokens)
+            )
+        return self._transfers[key]
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)
         queued_s = request.link_queue_s.get(tier, 0.0)
+        if tier in request.cold:
+            queued_s += transfer.link.first_use_s
         if queued_s:
-            # What is queued on the link delays every layer alike, as the latency of the transfer does.
-            link = transfer.link
-            transfer = replace(transfer, link=link.with_latency(link.latency_s + queued_s))
+            transfer = transfer.behind(queued_s)
         band = max(self._compute_band, self._link_band(transfer.link))
         if isinstance(transfer, LayerwiseTransfer):
-            return LayerwiseLane(self.cost, transfer, tier, request, band, recurrent=self.model.recurrent)
-        return Lane(self.cost, transfer, tier, request, band)
+            lane: Lane = LayerwiseLane(
+                self.cost, transfer, tier, request, band, recurrent=self.model.recurrent
+            )
+        else:
+            lane = Lane(self.cost, transfer, tier, request, band)
+        if tier in request.copies and lane.gain:
+            lane.transfer = replace(lane.transfer, counted=(lane.gain, request.copies[tier]))
+        return lane
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
         """What each layer moves, None where all are plain and alike, which takes no list to say."""
@@ -232,41 +245,6 @@ class Planner:
         if link.source == "calibration" and link.name in self._link_errors:
             return max(self._link_errors[link.name], 0.01)
         return BAND[link.source]
-
-    def _crossover_range_note(self, crossover: int | None, lane: Lane, request: Request) -> str:
-        if self._ranges is None:
-            return ""
-        link = lane.transfer.link
-        note = self._ranges.of_prefix(
-            crossover,
-            link.name if link.source == "calibration" else None,
-            request.resident_tokens,
-            request.prompt_tokens - lane.usable,
-            self.layer_bytes_per_token * self.layers,
-        )
-        return "" if note is None else f"; {note}"
-
-    def _range_notes(self, request: Request, estimates: Mapping[Path, Estimate | None]) -> tuple[str, ...]:
-        """Where the estimates leave what was calibrated."""
-        if self._ranges is None:
-            return ()
-        chunk = request.prefill_chunk_tokens
-        notes: list[str] = []
-        for path, estimate in estimates.items():
-            if estimate is None:
-                continue
-            begin = estimate.end if estimate.load_tokens else request.resident_tokens
-            said = []
-            if self._parameters["prefill"].source == "calibration":
-                said += self._ranges.of_pass(begin, request.prompt_tokens - begin, chunk)
-            if estimate.tier is not None:
-                transfer = self.transfer(estimate.tier, request.load_unit_tokens)
-                if transfer.link.source == "calibration":
-                    count = transfer.bytes(estimate.load_tokens)
-                    copies = transfer.copies(estimate.load_tokens) * (self.layers if transfer.by_layer else 1)
-                    said += self._ranges.of_load(transfer.link.name, count, count / copies)
-            notes += [f"{path}: {note}" for note in said]
-        return tuple(notes)
 
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens

@@ -1,21 +1,29 @@
 """What it costs to bring stored KV to the device over one link.
 
 One layer's transfer takes `copies * per_copy_s + bytes / rate`, and each transfer `latency_s` once (DESIGN,
-"What a path costs"). Copy count and size follow from how the KV lies at both ends.
+"What a path costs"). Copy count and size follow from how the KV lies at both ends, or are given.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from kvlane.policy import pipeline
 from kvlane.policy.machine import Layout, Link, Tier
+
+Computes = float | Sequence[float]
+"""Seconds of each layer of a pass, in order; one number where all take the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
     """Transfers of `layers` equal layers of `layer_bytes_per_token` from one tier, per rank.
 
-    `run_tokens` is the number of tokens one copy moves, None where a whole prefix is one run.
+    `run_tokens` is the number of tokens one copy moves, None where a whole prefix is one run. `counted` says
+    instead how many copies a layer of so many tokens takes, `(tokens, copies)`, counted by who holds the block
+    table; fewer tokens are taken to need that share of them. `per_token_s` is the host's work for each loaded token,
+    and `queued_s` what else comes before: other copies on the link, a cold peer's first use.
     """
 
     link: Link
@@ -24,6 +32,9 @@ class TransferCost:
     run_tokens: int | None = None
     runs_per_layer: int = 1
     layout: Layout = "layer_major"
+    per_token_s: float = 0.0
+    queued_s: float = 0.0
+    counted: tuple[int, int] | None = None
 
     @classmethod
     def of_tier(
@@ -38,17 +49,30 @@ class TransferCost:
             run_tokens=run,
             runs_per_layer=tier.runs_per_layer,
             layout=tier.layout,
+            per_token_s=tier.per_token_s,
         )
+
+    def before(self, after: int) -> TransferCost:  # noqa: ARG002 - plain layers move the same wherever they lie
+        """The transfers of a run that ends `after` tokens before the load does."""
+        return self
+
+    def behind(self, seconds: float) -> TransferCost:
+        """The same transfers over a link that is busy for so long."""
+        return replace(self, queued_s=seconds) if seconds > self.queued_s else self
+
+    @property
+    def event_s(self) -> float:
+        """What the event of one group of layers costs; a chunk-major store has no groups."""
+        return self.link.per_event_s if self.by_layer else 0.0
+
+    def lead_s(self, tokens: int) -> float:
+        """Seconds before the first copy of `tokens` tokens."""
+        return self.queued_s + self.link.latency_s + tokens * self.per_token_s
 
     @property
     def by_layer(self) -> bool:
         """Whether layers can arrive one after another; a chunk-major store delivers whole chunks."""
         return self.layout == "layer_major"
-
-    @property
-    def uniform(self) -> bool:
-        """Whether every layer moves the same bytes in the same time."""
-        return True
 
     def copy_bytes(self, tokens: int) -> float:
         """Bytes of one copy when `tokens` tokens are loaded, on average."""
@@ -61,6 +85,9 @@ class TransferCost:
 
     def copies(self, tokens: int) -> int:
         """Copies one layer of `tokens` tokens takes; all layers travel in one copy in a chunk-major store."""
+        if self.counted is not None:
+            whole, copies = self.counted
+            return max(1, -(-tokens * copies // whole))
         runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
         return runs * self.runs_per_layer
 
@@ -71,6 +98,10 @@ class TransferCost:
 
     def run_ends(self, tokens: int) -> tuple[int, int]:
         """The most tokens that take as many copies as `tokens` do, and the most that take one run fewer."""
+        if self.counted is not None:
+            whole, copies = self.counted
+            taken = self.copies(tokens)
+            return taken * whole // copies, (taken - 1) * whole // copies
         if self.run_tokens is None:
             return tokens, 0
         ends = -(-tokens // self.run_tokens) * self.run_tokens
@@ -96,18 +127,59 @@ class TransferCost:
         """Seconds for all layers of `tokens` tokens, latency included; nothing costs nothing."""
         if tokens <= 0:
             return 0.0
-        return self.link.latency_s + self.layers * self.layer_s(tokens)
+        return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
 
-    def arrivals(self, tokens: int) -> list[float]:
-        """When each layer of `tokens` tokens has arrived, in seconds from the start of the transfer."""
+    def done_s(self, tokens: int, group_layers: int) -> float:
+        """The same when layers arrive one after another, with an event for each group of them."""
+        groups = -(-len(self.moving(tokens)) // group_layers) if self.event_s else 0
+        return self.total_s(tokens) + groups * self.event_s
+
+    def arrivals(self, tokens: int, group_layers: int = 1) -> list[float]:
+        """When each layer of `tokens` tokens has arrived, in seconds from the start of the transfer.
+
+        With `group_layers` to an event a layer arrives with the last of its group, each event costing the link's
+        `per_event_s`.
+        """
         if tokens <= 0:
             return [0.0] * self.layers
         if not self.by_layer:
             return [self.total_s(tokens)] * self.layers
-        each = self.layer_s(tokens)
-        return [self.link.latency_s + (layer + 1) * each for layer in range(self.layers)]
+        lead, each = self.lead_s(tokens), self.layer_s(tokens)
+        copied = [lead + (layer + 1) * each for layer in range(self.layers)]
+        return pipeline.grouped(copied, group_layers, self.link.per_event_s)
+
+    def wait_s(self, tokens: int, computes: Computes, group_layers: int = 1) -> float:
+        """How long a pass over the layers waits for `tokens` tokens that arrive layer by layer."""
+        if tokens <= 0:
+            return 0.0
+        if not self.by_layer:
+            return self.total_s(tokens)
+        if isinstance(computes, float):
+            lead, gap = self.lead_s(tokens), self.layer_s(tokens)
+            return pipeline.uniform_wait(
+                lead, gap, computes, self.layers, group_layers, self.link.per_event_s
+            )
+        return pipeline.longest_wait(self.arrivals(tokens, group_layers), computes)
+
+    def moving(self, tokens: int) -> Sequence[int]:  # noqa: ARG002 - every plain layer moves something
+        """The layers that anything is moved for; the others are never awaited and are in no group."""
+        return range(self.layers)
+
+    def bytes_until(self, tokens: int) -> list[float]:
+        """Bytes moved for `tokens` tokens by the time each layer has arrived."""
+        if not self.by_layer:
+            return [self.bytes(tokens)] * self.layers
+        each = tokens * self.layer_bytes_per_token
+        return [(layer + 1) * each for layer in range(self.layers)]
+
+    def fixed_until(self, tokens: int) -> list[float]:
+        """What the transfer has cost whatever the rate by the time each layer has arrived, events apart."""
+        if not self.by_layer:
+            return [self.fixed_s(tokens)] * self.layers
+        lead, each = self.lead_s(tokens), self.copies(tokens) * self.link.per_copy_s
+        return [lead + (layer + 1) * each for layer in range(self.layers)]
 
     def fixed_s(self, tokens: int) -> float:
-        """What a transfer costs whatever the rate: latency and per-copy cost."""
+        """What a transfer costs whatever the rate: what comes before it, and per-copy cost."""
         copies = self.copies(tokens) * (self.layers if self.by_layer else 1)
-        return self.link.latency_s + copies * self.link.per_copy_s
+        return self.lead_s(tokens) + copies * self.link.per_copy_s

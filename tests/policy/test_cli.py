@@ -73,7 +73,7 @@ BAD_OPTIONS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     ({"tp": "0"}, ("tp",)),
     ({"tp": "3"}, ("tp", "32 attention heads")),
     ({"kv_dtype": "int3"}, ("kv_dtype", "fp8")),
-    ({"executor": "two_ended"}, ("executor", "bulk or layered")),
+    ({"executor": "two-ended"}, ("executor", "bulk or layered or two_ended")),
     ({"link": "50"}, ("--link", "unit")),
     ({"link": "50 GB"}, ("--link", "unit")),
     ({"link": "host=50"}, ("--link", "unit")),

@@ -145,7 +145,9 @@ def test_layers_arrive_in_order_and_the_last_ends_the_transfer(transfer: Transfe
     arrivals = transfer.arrivals(tokens)
     assert len(arrivals) == transfer.layers
     assert arrivals == sorted(arrivals)
-    assert arrivals[-1] == pytest.approx(transfer.total_s(tokens), rel=1e-9)
+    assert arrivals[-1] == pytest.approx(transfer.done_s(tokens, 1), rel=1e-9)
+    events = transfer.layers * transfer.link.per_event_s if transfer.by_layer else 0.0
+    assert transfer.done_s(tokens, 1) == pytest.approx(transfer.total_s(tokens) + events)
     if transfer.layout == "chunk_major":
         # Whole chunks arrive, so no layer is complete before the last chunk is.
         assert len(set(arrivals)) == 1

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.policy import pipeline
@@ -21,8 +21,13 @@ layers_of = st.integers(1, 100).flatmap(
 Layers = tuple[list[float], list[float]]
 
 
-def stepped(first: float, gap: float, count: int) -> list[float]:
-    return [first + layer * gap for layer in range(count)]
+def stepped(lead: float, gap: float, count: int) -> list[float]:
+    return [lead + (layer + 1) * gap for layer in range(count)]
+
+
+def uniform(lead: float, gap: float, compute: float, count: int) -> float:
+    """When the last of equal layers is done."""
+    return count * compute + pipeline.uniform_wait(lead, gap, compute, count)
 
 
 @given(layers=layers_of)
@@ -33,12 +38,63 @@ def test_the_closed_form_is_what_happens(layers: Layers) -> None:
     )
 
 
-@given(first=seconds, gap=seconds, compute=seconds, count=st.integers(1, 100))
+@given(layers=layers_of, begin=seconds)
+def test_a_pass_that_begins_later_waits_for_whatever_is_later(layers: Layers, begin: float) -> None:
+    arrivals, computes = layers
+    done = pipeline.recurrence(arrivals, computes, begin)[-1]
+    assert pipeline.closed_form(arrivals, computes, begin) == pytest.approx(done, rel=1e-9)
+    wait = pipeline.longest_wait(arrivals, computes)
+    assert done == pytest.approx(sum(computes) + max(begin, wait), rel=1e-9)
+
+
+@given(lead=seconds, gap=seconds, compute=seconds, count=st.integers(1, 100))
 def test_the_uniform_form_is_what_happens_to_equal_layers(
-    first: float, gap: float, compute: float, count: int
+    lead: float, gap: float, compute: float, count: int
 ) -> None:
-    finishes = pipeline.recurrence(stepped(first, gap, count), [compute] * count)
-    assert pipeline.uniform(first, gap, compute, count) == pytest.approx(finishes[-1], rel=1e-9)
+    finishes = pipeline.recurrence(stepped(lead, gap, count), [compute] * count)
+    assert uniform(lead, gap, compute, count) == pytest.approx(finishes[-1], rel=1e-9)
+
+
+@given(
+    lead=seconds,
+    gap=seconds,
+    compute=seconds,
+    count=st.integers(1, 100),
+    group=st.integers(1, 100),
+    event=st.just(0.0) | seconds,
+)
+@settings(max_examples=400)
+def test_the_grouped_form_is_what_happens_when_layers_share_events(
+    lead: float, gap: float, compute: float, count: int, group: int, event: float
+) -> None:
+    # Each event is a copy of its own on the link, after the layers it speaks for; nobody computes before it fires.
+    at, arrivals = lead, []
+    for first in range(0, count, group):
+        layers = min(group, count - first)
+        at += layers * gap + event
+        arrivals += [at] * layers
+    done = pipeline.recurrence(arrivals, [compute] * count)[-1]
+    waited = pipeline.uniform_wait(lead, gap, compute, count, group, event)
+    assert count * compute + waited == pytest.approx(done, rel=1e-9)
+    assert pipeline.grouped(stepped(lead, gap, count), group, event) == pytest.approx(arrivals)
+
+
+@given(layers=layers_of, group=st.integers(1, 100))
+def test_groups_without_a_price_never_help(layers: Layers, group: int) -> None:
+    arrivals, computes = sorted(layers[0]), layers[1]
+    alone = pipeline.closed_form(arrivals, computes)
+    together = pipeline.closed_form(pipeline.grouped(arrivals, group), computes)
+    assert pipeline.grouped(arrivals, 1) == arrivals
+    assert alone <= together * (1 + 1e-9)
+    assert together <= (arrivals[-1] + sum(computes)) * (1 + 1e-9)
+
+
+@given(layers=layers_of, data=st.data())
+def test_of_two_sources_the_one_waited_for_longer_counts(layers: Layers, data: st.DataObject) -> None:
+    first, computes = layers
+    second = data.draw(st.lists(seconds, min_size=len(first), max_size=len(first)))
+    both = pipeline.longest_wait([max(pair) for pair in zip(first, second, strict=True)], computes)
+    assert both == max(pipeline.longest_wait(source, computes) for source in (first, second))
 
 
 @given(layers=layers_of)
@@ -69,7 +125,7 @@ def test_bulk_is_every_layer_arriving_with_the_last_one(layers: Layers) -> None:
     last = max(arrivals)
     bulk = pipeline.closed_form([last] * len(computes), computes)
     assert bulk == pytest.approx(last + sum(computes), rel=1e-9)
-    assert bulk == pytest.approx(pipeline.uniform(last, 0.0, sum(computes) / len(computes), len(computes)))
+    assert bulk == pytest.approx(uniform(last, 0.0, sum(computes) / len(computes), len(computes)))
 
 
 @given(layers=layers_of, late=seconds, data=st.data())
@@ -96,8 +152,8 @@ def test_layers_that_are_all_there_take_their_compute(layers: Layers) -> None:
 
 def test_the_first_layers_copy_is_always_exposed() -> None:
     # However slow compute is, the pass cannot start before the first layer's KV is there.
-    assert pipeline.uniform(first_arrival=1.0, gap=1.0, compute=100.0, layers=10) == 1001.0
-    assert pipeline.uniform(first_arrival=1.0, gap=1.0, compute=0.001, layers=10) == pytest.approx(10.001)
+    assert uniform(lead=0.0, gap=1.0, compute=100.0, count=10) == 1001.0
+    assert uniform(lead=0.0, gap=1.0, compute=0.001, count=10) == pytest.approx(10.001)
 
 
 def test_as_many_arrivals_as_computes_are_needed() -> None:
@@ -113,10 +169,8 @@ def test_the_published_serial_and_overlapped_times(shared: Path) -> None:
     )
     for compute, copy, serial, bound in rows:
         # One layer overlaps nothing; ever more layers approach the larger of the two.
-        assert pipeline.uniform(copy, copy, compute, 1) == pytest.approx(serial)
+        assert uniform(0.0, copy, compute, 1) == pytest.approx(serial)
         many = 10_000
-        assert pipeline.uniform(copy / many, copy / many, compute / many, many) == pytest.approx(
-            bound, rel=1e-3
-        )
-        some = pipeline.uniform(copy / 32, copy / 32, compute / 32, 32)
+        assert uniform(0.0, copy / many, compute / many, many) == pytest.approx(bound, rel=1e-3)
+        some = uniform(0.0, copy / 32, compute / 32, 32)
         assert bound < some < serial

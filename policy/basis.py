@@ -1,0 +1,113 @@
+"""What a plan rests on, worked out when it is asked for: a decision alone does not need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from kvlane.policy.calibrated_range import CalibratedRange
+from kvlane.policy.lane import Lane
+from kvlane.policy.plan import Estimate, Parameter, Path, Request
+from kvlane.policy.units import show_rate, show_seconds
+
+_NOTHING = "no stored prefix to load"
+
+
+class Basis:
+    """Ties, sources and limits of one decision.
+
+    Args:
+        lanes: the request's choices, by tier.
+        tier: the tier that crossover and break-even are about: the one the plan loads from, or the one that
+            loads best alone where it loads from none or from several. None without anything to load.
+        chosen: what the plan does.
+        estimates: what it was weighed against.
+        prefill: where the prefill cost comes from.
+        ranges: where a calibration was measured, None without one.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        lanes: Mapping[str, Lane],
+        tier: str | None,
+        chosen: Estimate,
+        estimates: Mapping[Path, Estimate | None],
+        prefill: Parameter,
+        ranges: CalibratedRange | None,
+    ) -> None:
+        self.tier = tier
+        self._request, self._lanes = request, lanes
+        self._chosen, self._estimates = chosen, estimates
+        self._prefill, self._ranges = prefill, ranges
+
+    @cached_property
+    def link_rate(self) -> float | None:
+        """Bytes per second achieved in loading everything usable from the tier."""
+        return None if self.tier is None else self._lanes[self.tier].link_rate()
+
+    @cached_property
+    def crossover(self) -> tuple[int | None, str]:
+        """The prefix length from which on loading is not slower, and a word on it."""
+        if self.tier is None:
+            return None, _NOTHING
+        lane = self._lanes[self.tier]
+        tokens, note = lane.crossover()
+        if self._ranges is None:
+            return tokens, note
+        request, transfer = self._request, lane.transfer
+        beyond = self._ranges.of_prefix(
+            tokens,
+            transfer.link.name if transfer.link.source == "calibration" else None,
+            request.resident_tokens,
+            request.prompt_tokens - lane.usable,
+            transfer.layer_bytes_per_token * transfer.layers,
+        )
+        return tokens, note if beyond is None else f"{note}; {beyond}"
+
+    @cached_property
+    def break_even(self) -> tuple[float | None, str]:
+        """The link rate at which load and recompute tie, and a word on it."""
+        return (None, _NOTHING) if self.tier is None else self._lanes[self.tier].break_even()
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Where the parameters of prefill and of the links come from."""
+        found = {"prefill": self._prefill}
+        used = [segment.tier for segment in self._chosen.load] or ([] if self.tier is None else [self.tier])
+        for tier in used:
+            lane = self._lanes[tier]
+            link = lane.transfer.link
+            text = f"{show_rate(link.rate_bytes_per_s)}: {link.origin}"
+            if link.per_copy_s:
+                copies = lane.transfer.copies(max(1, lane.gain))
+                text = f"{copies} copies a layer, each {show_seconds(link.per_copy_s)} beside its bytes at {text}"
+            found[f"link.{link.name}"] = Parameter(link.source, text)
+        return found
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Where the estimates leave what was calibrated."""
+        if self._ranges is None:
+            return ()
+        request, notes = self._request, []
+        for path, estimate in self._estimates.items():
+            if estimate is not None:
+                notes += [f"{path}: {note}" for note in self._beyond(self._ranges, request, estimate)]
+        return tuple(notes)
+
+    def _beyond(self, ranges: CalibratedRange, request: Request, estimate: Estimate) -> list[str]:
+        said = []
+        if self._prefill.source == "calibration":
+            resident, chunk = request.resident_tokens, request.prefill_chunk_tokens
+            begin = estimate.end or resident
+            if estimate.front_s:
+                said += ranges.of_pass(resident, estimate.start - resident, chunk)
+            said += ranges.of_pass(begin, request.prompt_tokens - begin, chunk)
+        for segment in estimate.load:
+            transfer = self._lanes[segment.tier].transfer
+            if transfer.link.source == "calibration":
+                moved = segment.bytes
+                copies = transfer.copies(segment.tokens) * (transfer.layers if transfer.by_layer else 1)
+                said += ranges.of_load(transfer.link.name, moved, moved / copies)
+        return said

@@ -1,0 +1,84 @@
+"""Loading from two tiers at once: one brings the front of the load, the other what follows, over their own links."""
+
+from __future__ import annotations
+
+from kvlane.policy.lane import Lane, estimated
+from kvlane.policy.path_cost import Part
+from kvlane.policy.plan import Estimate, Path
+from kvlane.policy.search import closed_in, lowest_maximum
+from kvlane.policy.transfer_cost import Computes
+
+# Split points tried before the best of them is closed in on: each takes a search for the boundary of its own.
+_GRID = 12
+
+
+class TwoTiers:
+    """One request's choices on two tiers of which `last` has at least as much to give as `first`.
+
+    `first` brings tokens from where the load begins, `last` those after a boundary. A layer is there when both have
+    brought their tokens of it. Over one link the second run follows the first.
+    """
+
+    def __init__(self, first: Lane, last: Lane) -> None:
+        self.first, self.last = first, last
+        self.cost, self.request = last.cost, last.request
+        self.start, self.usable = last.start, last.usable
+        self.one_link = first.transfer.link.name == last.transfer.link.name
+
+    def load(self) -> Estimate | None:
+        """Loading everything that `last` can give, None where no boundary lies inside it."""
+        if not self.first.cuts(self.start, self.usable):
+            return None
+        return self._estimate("load", self.start, self.usable)
+
+    def best_split(self) -> Estimate | None:
+        """The fastest prefix split found that loads from both."""
+        boundaries = self.first.cuts(self.start, self.usable)
+        ends = self.last.cuts(boundaries[0], self.usable) if boundaries else ()
+        if not ends:
+            return None
+        best = closed_in(lambda end: self._estimate("split", self.start, end).ttft_s, ends, grid=_GRID)
+        return self._estimate("split", self.start, best)
+
+    def two_ended(self) -> Estimate | None:
+        """The fastest way to compute the front while both bring the rest."""
+        boundaries = self.first.cuts(self.start, self.usable)
+        begins = self.first.cuts(self.start, boundaries[-1]) if boundaries else ()
+        if not begins:
+            return None
+        request, cost = self.request, self.cost
+        computes = cost.computes(self.usable, request.prompt_tokens, request.prefill_chunk_tokens)
+
+        def front(begin: int) -> float:
+            return cost.prefill.prefill_s(self.start, begin - self.start, request.prefill_chunk_tokens)
+
+        def wait(begin: int) -> float:
+            return cost.wait_s(self._parts(begin, self.usable, computes), computes)[0]
+
+        return self._estimate("split", lowest_maximum(front, wait, begins), self.usable)
+
+    def _estimate(self, path: Path, begin: int, end: int) -> Estimate:
+        request = self.request
+        computes = self.cost.computes(end, request.prompt_tokens, request.prefill_chunk_tokens)
+        band = max(self.first.band, self.last.band)
+        return estimated(self.cost, request, path, self._parts(begin, end, computes), band)
+
+    def _parts(self, begin: int, end: int, computes: Computes) -> tuple[Part, Part]:
+        """`[begin, end)` in two runs, the boundary where neither is waited for longer than the other."""
+        points = self.first.cuts(begin, end)
+        if self.one_link:
+            # One after the other nothing is balanced: each token costs what it costs from its tier.
+            return min(
+                (self._cut(begin, point, end) for point in (points[-1], points[0])),
+                key=lambda parts: self.cost.wait_s(parts, computes),
+            )
+        boundary = lowest_maximum(
+            lambda point: self.cost.wait_s(self._cut(begin, point, end)[:1], computes)[0],
+            lambda point: self.cost.wait_s(self._cut(begin, point, end)[1:], computes)[0],
+            points,
+        )
+        return self._cut(begin, boundary, end)
+
+    def _cut(self, begin: int, boundary: int, end: int) -> tuple[Part, Part]:
+        last = self.last.part(boundary, end, end)
+        return self.first.part(begin, boundary, end), last._replace(follows=self.one_link)
