@@ -47,7 +47,7 @@ from kvlane.streams.simulated.device import (
 from kvlane.streams.simulated.host import Chooser, Scheduler, Task
 from kvlane.streams.simulated.links import SimulatedLink
 from kvlane.streams.simulated.memory import Block, Memory
-from kvlane.streams.simulated.order import OrderError
+from kvlane.streams.simulated.order import Kind, OrderError
 from kvlane.streams.simulated.sync import SimulatedFlag, SimulatedLock
 from kvlane.streams.simulated.threads import HostThreads
 from kvlane.transfer.layout import CopyDescriptor
@@ -151,11 +151,15 @@ class SimulatedBackend:
     def watched_locks(self) -> Iterator[None]:
         """Every `threading.Lock` made inside is one of this backend's: it orders threads and lets others come in."""
         ordinary = threading.Lock
-        threading.Lock = lambda: SimulatedLock(self.host)  # type: ignore[assignment,return-value,misc]
+        threading.Lock = lambda: SimulatedLock(self.host)  # type: ignore[assignment,return-value]
         try:
             yield
         finally:
-            threading.Lock = ordinary  # type: ignore[misc]
+            threading.Lock = ordinary
+
+    def join(self) -> None:
+        """The main thread waits for every task that was started."""
+        self.host.join_all()
 
     def sleep(self, seconds: float) -> None:
         """The calling thread is busy, or stands still, for a time of the virtual clock."""
@@ -303,6 +307,16 @@ class SimulatedBackend:
 
     def failure(self, event: Event) -> BaseException | None:
         return self._asked(event, "asking for its failure").failure
+
+    def report(self, kind: Kind, message: str) -> None:
+        """End the run with a mistake that only the caller could see.
+
+        Raises:
+            OrderError: always.
+        """
+        error = OrderError(kind, message)
+        self.host.fail(error)
+        raise error
 
     def close(self) -> None:
         """Finish what was started and give the threads back.

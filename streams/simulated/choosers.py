@@ -35,6 +35,7 @@ class Seeded:
         self._switch = switch
         self._stall = stall
         self._longest_stall_s = longest_stall_s
+        self.stalled_s = 0.0  # all threads together
 
     def choose(self, options: int, may_stay: bool) -> int:
         if may_stay:
@@ -45,7 +46,9 @@ class Seeded:
 
     def stall_s(self) -> float:
         if self._stall and self._random.random() < self._stall:
-            return self._longest_stall_s * self._random.random() ** 3
+            stall = self._longest_stall_s * self._random.random() ** 3
+            self.stalled_s += stall
+            return stall
         return 0.0
 
 

@@ -26,6 +26,9 @@ Kind: TypeAlias = Literal[
     "event",
     "descriptors",
     "wrong_kv",
+    "unreported",
+    "no_cause",
+    "late",
     "stuck",
     "leak",
 ]
@@ -38,6 +41,9 @@ Kind: TypeAlias = Literal[
 - `event`: recorded, reset or waited for where nothing orders that after what it needs
 - `descriptors`: a list of copies that was changed before they were done
 - `wrong_kv`: an accepted answer was computed from KV that is not its tokens' own, a dropped copy among them
+- `unreported`: a load with a fault was taken for a good one, or its layer was not named
+- `no_cause`: a load failed that nothing was wrong with
+- `late`: a request took longer than its deadline and a recompute
 - `stuck`: everything waits and nothing will ever happen
 - `leak`: threads, streams, pins or blocks did not come back
 """
