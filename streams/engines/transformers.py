@@ -123,7 +123,7 @@ class TransformersEngine:
         )
         self._executor = LayerExecutor(backend, ring_sets=quarantine_blocks + 1)
         self._prefiller = Prefiller(backend, self._executor, self.pool, self.layout.layers)
-        self._forward = ModelForward(model, self.layout.layers)
+        self._forward = ModelForward(model, self.layout)
         self._modules = tuple(model.modules())
         self._check_model()
         self._sequence = SequenceKv(self.pool.take())
@@ -160,7 +160,7 @@ class TransformersEngine:
         return tokens <= self.held_tokens and np.array_equal(self._held[:tokens], ids[:tokens])
 
     def poison(self, start: int = 0) -> None:
-        """Overwrite the block's KV from token `start` on with NaN and forget it.
+        """Overwrite the block's KV from token `start` on with NaN and forget it; all of it where layers have states.
 
         Raises:
             KvSafetyError: the engine is in use, or there was no memory for a block without a stuck copy.
@@ -168,15 +168,19 @@ class TransformersEngine:
         with self._alone("poison"):
             if self._sequence.stuck is not None:
                 raise KvSafetyError("a copy of a load that failed may still write to the block")
-            self._keep(start)
+            # A state is of all the tokens held: without some of them it is of no prefix.
+            left = 0 if self.layout.has_states and start < self.held_tokens else start
+            self._keep(left)
             self._sequence.tokens = self._held.size
-            self.kv.poison(start)
+            self.kv.poison(left)
 
     def save(self, store: Store, token_ids: TokenIds, tokens: int) -> int:
         """Store the KV of a prompt's first tokens; returns how many of them `Store.put` stored.
 
+        Where layers have states, all tokens held are stored or none: that is what the states are of.
+
         Raises:
-            InputError: the block does not hold the KV of these tokens.
+            InputError: the block does not hold the KV of these tokens in every layer.
             KvSafetyError: the engine is in use.
             StoreFullError: see `Store.put`.
         """
@@ -184,7 +188,8 @@ class TransformersEngine:
             if not self.holds(token_ids, tokens):
                 raise InputError("tokens", f"the first {tokens} of this prompt are not held")
             # The ids that the KV was computed from: what the caller does to its own while this runs is no matter.
-            return store.put(self.identity, self._held[:tokens], self.layout, self.layer_bytes(0, tokens))
+            rows = self.layer_bytes(0, tokens)
+            return store.put(self.identity, self._held[:tokens], self.layout, rows, (tokens,))
 
     def layer_bytes(self, start: int, end: int) -> Iterator[LayerKv]:
         """For every layer the bytes of tokens `[start, end)` as `Store.put` takes them.
@@ -193,12 +198,16 @@ class TransformersEngine:
         ask until there is none, since it is only then that the last one is known to be good. `save` ties them to ids.
 
         Raises:
-            InputError: tokens whose KV the block does not hold.
+            InputError: tokens whose KV the block does not hold, in every layer.
             KvSafetyError: while reading, the block was changed since this was called.
         """
         generation = self._generation
         if not 0 <= start <= end <= self.held_tokens:
             raise InputError("tokens", f"[{start}, {end}) are not held", f"at most {self.held_tokens}")
+        if start < self._sequence.sparse_until:
+            raise InputError("tokens", f"[{start}, {end}) are not held in layers with a window")
+        if self.layout.has_states and end < self.held_tokens:
+            raise InputError("tokens", f"end at {end}", f"{self.held_tokens}, where the states are")
         return self._unchanged_layers(start, end, generation)
 
     def _unchanged_layers(self, start: int, end: int, generation: int) -> Iterator[LayerKv]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,13 @@ from kvlane.policy.errors import InputError
 from kvlane.streams.executor import LayerPass
 from kvlane.transfer.identity import KvIdentity
 from kvlane.transfer.layout import KvLayout
+from kvlane.transfer.shapes import LayerShape
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Decoders run in the tests: full attention, keys and values in every layer, rotary positions."""
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "lfm2")
+"""Decoders run in the tests: keys and values in every layer, of all tokens or of a sliding window, rotary positions;
+and lfm2, some of whose layers have a short convolution's state in their place."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 
 # Rotary kinds whose keys depend on the position alone. Under the others (dynamic, longrope) the same token's key
 # depends on how long the prompt is, so it may not be reused in another prompt.
@@ -66,7 +71,14 @@ def layout_of(model: PreTrainedModel) -> KvLayout:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KvLayout(config.num_hidden_layers, kv_heads, head_dim, head_dim, model.dtype.itemsize)
+    itemsize = model.dtype.itemsize
+    full = LayerShape(kv_heads, head_dim, head_dim, itemsize)
+    shapes = {"full_attention": full}
+    if (window := getattr(config, "sliding_window", None)) is not None:
+        shapes["sliding_attention"] = replace(full, window=window)
+    if (kernel := getattr(config, "conv_L_cache", None)) is not None:
+        shapes["conv"] = LayerShape(state_bytes=config.hidden_size * kernel * itemsize)
+    return KvLayout.of(shapes[kind] for kind in _layer_types(config))
 
 
 def identity_of(
@@ -121,13 +133,17 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def watched(decoder_layers: torch.nn.ModuleList, steps: LayerPass) -> Iterator[None]:
-    """Tell the pass when each decoder layer begins and ends, while this is open."""
+def watched(
+    decoder_layers: torch.nn.ModuleList, stateful: Collection[int], steps: LayerPass
+) -> Iterator[None]:
+    """Tell the pass when each decoder layer begins and ends, and wait for `stateful` ones there, while this is open."""
     with ExitStack() as hooks:
         for index, module in enumerate(decoder_layers):
 
             def begin(*_: Any, layer: int = index) -> None:
                 steps.begin(layer)
+                if layer in stateful:
+                    steps.ready(layer)
 
             def end(*_: Any, layer: int = index) -> None:
                 steps.end(layer)
@@ -151,11 +167,27 @@ def _numerics(config: Any) -> str:
 def _refuse_unsupported(config: Any) -> None:
     if config.model_type not in MODEL_TYPES:
         raise InputError("model_type", f"{config.model_type!r} is not supported", ", ".join(MODEL_TYPES))
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if others:
-        raise InputError("layer_types", f"holds {', '.join(sorted(others))}", "full_attention only")
-    if getattr(config, "sliding_window", None) is not None:
-        raise InputError("sliding_window", f"is {config.sliding_window}", "null: full attention only")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope_type not in _ROPE_TYPES:
-        raise InputError("rope_parameters.rope_type", f"is {rope_type!r}", ", ".join(_ROPE_TYPES))
+    kinds = set(_layer_types(config))
+    if others := kinds - _LAYER_TYPES:
+        raise InputError(
+            "layer_types", f"holds {', '.join(sorted(others))}", ", ".join(sorted(_LAYER_TYPES)) + " only"
+        )
+    if "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
+        raise InputError("sliding_window", "is null", "a window for the layers that slide")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise InputError("use_bidirectional_attention", "is set", "false: KV of a causal decoder")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of them, or one for each kind of layer.
+    for each in (parameters,) if "rope_type" in parameters else parameters.values() or ({},):
+        rope_type = each.get("rope_type")
+        if rope_type not in _ROPE_TYPES:
+            raise InputError("rope_parameters.rope_type", f"is {rope_type!r}", ", ".join(_ROPE_TYPES))
+
+
+def _layer_types(config: Any) -> list[str]:
+    """What every layer is; mistral has no list of them: they all slide, or none does."""
+    listed: list[str] | None = getattr(config, "layer_types", None)
+    if listed is not None:
+        return listed
+    sliding = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * int(config.num_hidden_layers)

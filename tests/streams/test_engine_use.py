@@ -10,7 +10,7 @@ import torch
 
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
-from kvlane.streams.engines.transformers_forward import CacheLayer
+from kvlane.streams.engines.transformers_forward import KvLayer
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.store import KvSafetyError
 
@@ -138,7 +138,7 @@ class TestKvThatChanges:
         other = Elsewhere(lambda: self.change(kit, engine, change))
 
         class Slow:
-            def put(self, identity, ids, layout, rows):
+            def put(self, identity, ids, layout, rows, checkpoints):
                 return store.put(identity, ids, layout, at_layer(1, other, rows))
 
         assert engine.save(Slow(), ids, TOKENS) == TOKENS
@@ -178,7 +178,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(kit, engine, call, mon
 
 def test_a_pass_in_which_a_layer_takes_its_kv_twice_or_not_whole_gives_no_token(kit, engine, monkeypatch):
     ids = kit.ids(TOKENS)
-    update = CacheLayer.update
+    update = KvLayer.update
 
     def twice(self, keys, values, *args, **kwargs):
         update(self, keys, values)
@@ -188,7 +188,7 @@ def test_a_pass_in_which_a_layer_takes_its_kv_twice_or_not_whole_gives_no_token(
         return update(self, keys[:, :, 1:], values[:, :, 1:], *args, **kwargs)
 
     for wrong, match in ((twice, "2 times"), (a_token_short, f"{TOKENS - 1} of {TOKENS}")):
-        monkeypatch.setattr(CacheLayer, "update", wrong)
+        monkeypatch.setattr(KvLayer, "update", wrong)
         with pytest.raises(KvSafetyError, match=match):
             engine.prefill(ids)
         assert engine.held_tokens == 0

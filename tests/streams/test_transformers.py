@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines import transformers as adapter
-from kvlane.streams.engines.transformers_forward import CacheLayer
+from kvlane.streams.engines.transformers_forward import KvLayer
 from kvlane.streams.executor import LayerLoad, LoadError
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.layout import KvLayout
@@ -131,14 +131,14 @@ class TestControls:
     def test_a_prefix_length_reported_late_is_noticed(self, kit, monkeypatch):
         model, ids = kit.model(), kit.ids(TOKENS)
         store, full = kit.stored(model, ids)
-        length = CacheLayer.get_seq_length
+        length = KvLayer.get_seq_length
 
         def late(self):
             return length(self) if self._updates else 0
 
         with kit.SlowBackend() as backend:
             engine = kit.engine(model, backend)
-            monkeypatch.setattr(CacheLayer, "get_seq_length", late)
+            monkeypatch.setattr(KvLayer, "get_seq_length", late)
             wrong = load(engine, store, ids, 0, 80)
         assert np.abs(wrong.logits - full.logits).max() > 1e-2
 
@@ -269,18 +269,24 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("field", "kind", "changes"),
         [
-            ("sliding_window", "mistral", {"sliding_window": 8}),
-            ("layer_types", "qwen2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+            ("layer_types", "qwen2", {"layer_types": ["full_attention", "chunked_attention"] * 2}),
+            ("sliding_window", "qwen2", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}),
+            ("use_bidirectional_attention", "llama", {"use_bidirectional_attention": True}),
+            ("rope_parameters.rope_type", "llama", {"rope_parameters": {"rope_type": "dynamic"}}),
             (
                 "rope_parameters.rope_type",
                 "llama",
-                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+                {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
             ),
+            ("rope_parameters.rope_type", "llama", {"rope_parameters": None}),
         ],
     )
     def test_a_kind_it_does_not_run_is_refused_by_its_field(self, kit, field, kind, changes):
+        model = kit.model(kind)
+        for name, value in changes.items():
+            setattr(model.config, name, value)
         with pytest.raises(InputError) as caught:
-            adapter.layout_of(kit.model(kind, **changes))
+            adapter.layout_of(model)
         assert caught.value.field == field
 
     def test_an_unknown_kind_is_refused(self, kit):
