@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvlane.bench.measuring import Outcome
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import UNIT_TOKENS, Outcome
+from kvlane.bench.scenarios import UNIT_TOKENS
 
 # The compute thread must have had a core for this share of its time, or nothing measured at two moments compares.
 BUSY_BELOW = 0.9

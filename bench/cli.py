@@ -47,10 +47,13 @@ def reproduce(
 ) -> None:
     """The 12,370-token result on this CPU: recompute, load in bulk, load by layer, and the policy's choice."""
     try:
-        # The only place that needs torch and transformers, both of them extras.
+        # The only place that needs torch and transformers, both of them extras. torch first: transformers has words
+        # of its own for its absence.
+        import torch  # noqa: F401
+
+        from kvlane.bench.measuring import WrongAnswerError
         from kvlane.bench.reproduce import Options, check, reproduce
         from kvlane.bench.results import write
-        from kvlane.bench.scenarios import WrongAnswerError
         from kvlane.bench.shape import Shape
         from kvlane.streams.executor import LoadError
     except ImportError as error:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench.host import fingerprint
+from kvlane.bench.measuring import Outcome
 from kvlane.bench.observations import Observation, Observations, encode, observed
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import Outcome
 from kvlane.bench.timeline import Timeline, timeline_of
 from kvlane.bench.trace import trace_json
 from kvlane.bench.tuning import link_name

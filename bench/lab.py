@@ -21,6 +21,7 @@ from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
 from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.store import StoredRun
 
 Ids = npt.NDArray[np.int64]
 
@@ -36,19 +37,27 @@ class Answer:
     moved_bytes: int = 0
     plan: Plan | None = None
 
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """The tokens loaded, `(0, 0)` if none were."""
+        parts = self.result.parts
+        return (parts[0].start, parts[-1].end) if parts else (0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class AloneTimes:
     """One load's copies and the compute beside it, each measured with the other absent, in seconds.
 
     `arrivals` are per layer from the submission; `lead_s` is what runs before the first layer, `computes` the
-    layers, `head_s` what runs after the last one.
+    layers, `head_s` what runs after the last one. `front_s` is the pass over the tokens before the load, which waits
+    for none of it, 0 where there are none.
     """
 
     arrivals: tuple[float, ...]
     lead_s: float
     computes: tuple[float, ...]
     head_s: float
+    front_s: float = 0.0
 
     @classmethod
     def fastest(cls, times: Sequence[AloneTimes]) -> AloneTimes:
@@ -58,12 +67,14 @@ class AloneTimes:
             min(each.lead_s for each in times),
             tuple(map(min, *(each.computes for each in times))) if len(times) > 1 else times[0].computes,
             min(each.head_s for each in times),
+            min(each.front_s for each in times),
         )
 
     @property
     def bound_s(self) -> float:
         """The best TTFT the two allow: each layer after its own KV, nothing else in the way."""
-        layers = pipeline.recurrence((0.0, *self.arrivals), (self.lead_s, *self.computes))
+        before = self.front_s + self.lead_s
+        layers = pipeline.recurrence((0.0, *self.arrivals), (before, *self.computes))
         return layers[-1] + self.head_s
 
 
@@ -110,21 +121,16 @@ class Lab:
         self.engine.poison()
         return Answer(self._compute(ids, 0))
 
-    def load(self, store: HostStore, ids: Ids, end: int, mode: Mode) -> Answer:
-        """Answer with tokens `[0, end)` loaded; the device KV is poisoned before, outside the timed part."""
+    def load(self, store: HostStore, ids: Ids, end: int, mode: Mode, start: int = 0) -> Answer:
+        """Answer with tokens `[start, end)` loaded, those before them computed meanwhile.
+
+        The device KV is poisoned before, outside the timed part.
+        """
         self.engine.poison()
         submitted = self.backend.now()
         hit = store.lookup(self.engine.identity, ids)
-        with store.open(hit, 0, end) as run:
-            result = self.engine.prefill(
-                ids,
-                load=run,
-                mode=mode,
-                submitted_s=submitted,
-                deadline_s=self.deadline_s,
-                on_failure="raise",
-            )
-            return Answer(result, run.bytes_moved)
+        with store.open(hit, start, end) as run:
+            return Answer(self._prefill(ids, run, mode, submitted), run.bytes_moved)
 
     def choose(self, store: HostStore, ids: Ids, planner: Planner) -> Answer:
         """Answer by whatever path the policy picks: lookup, decision and load all in the measured time."""
@@ -137,26 +143,36 @@ class Lab:
         if not plan.load:
             return Answer(self.engine.prefill(ids, submitted_s=submitted), plan=plan)
         segment = plan.load[0]
+        mode: Mode = "bulk" if planner.executor == "bulk" else "layered"
         with store.open(hit, segment.start, segment.end) as run:
-            result = self.engine.prefill(
-                ids,
-                load=run,
-                mode="bulk" if planner.executor == "bulk" else "layered",
-                submitted_s=submitted,
-                deadline_s=self.deadline_s,
-                on_failure="raise",
-            )
+            result = self._prefill(ids, run, mode, submitted, plan.group_layers)
             return Answer(result, run.bytes_moved, plan)
 
-    def alone(self, store: HostStore, ids: Ids, end: int) -> AloneTimes:
-        """Compute what follows `[0, end)` with everything resident, then copy `[0, end)` without computing."""
+    def _prefill(
+        self, ids: Ids, run: StoredRun, mode: Mode, submitted_s: float, group_layers: int = 1
+    ) -> PrefillResult:
+        """A load that fails is an error here, and not recomputed in silence."""
+        return self.engine.prefill(
+            ids,
+            load=run,
+            mode=mode,
+            group_layers=group_layers,
+            submitted_s=submitted_s,
+            deadline_s=self.deadline_s,
+            on_failure="raise",
+        )
+
+    def alone(self, store: HostStore, ids: Ids, end: int, start: int = 0) -> AloneTimes:
+        """Compute what follows `[start, end)` with everything resident, and what comes before it; then copy it
+        without computing."""
         self.hold(store, ids, end)
-        result = self.engine.prefill(ids, resident=end)
+        result = self._compute(ids, end)
         ends = [row.compute_end_s for row in result.layers]
         lead = result.layers[0].compute_begin_s
         computes = tuple(after - before for before, after in zip([lead, *ends], ends, strict=False))
-        arrivals, _ = self._copies_alone(store, ids, end)
-        return AloneTimes(arrivals, lead, computes, result.head_s)
+        front_s = self._compute(ids[:start], 0).layers[-1].compute_end_s if start else 0.0
+        arrivals, _ = self._copies_alone(store, ids, end, start)
+        return AloneTimes(arrivals, lead, computes, result.head_s, front_s)
 
     def hold(self, store: HostStore, ids: Ids, end: int) -> None:
         """Make the engine hold the KV of tokens `[0, end)`: loaded as far as whole units are stored, then computed."""
@@ -216,12 +232,12 @@ class Lab:
         return series
 
     def _copies_alone(
-        self, store: HostStore, ids: Ids, end: int
+        self, store: HostStore, ids: Ids, end: int, start: int = 0
     ) -> tuple[tuple[float, ...], tuple[int, int]]:
         """When each layer arrived after the submission, and how many copies and bytes that took."""
         self.engine.poison()
         hit = store.lookup(self.engine.identity, ids)
-        with store.open(hit, 0, end) as run:
+        with store.open(hit, start, end) as run:
             began = self.backend.now()
             load = self._copier.submit(
                 [run], self.engine.kv.memory, self.engine.kv.region, mode="bulk", deadline_s=self.deadline_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvlane.bench.claims import BUSY_BELOW, judge
+from kvlane.bench.measuring import Outcome
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import Outcome
 from kvlane.bench.timeline import timeline_of
 from kvlane.bench.timeline_text import render_timeline
 from kvlane.policy.catalog import load_model

@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvlane.bench.lab import LOAD_DEADLINE_S, Answer, Ids, Lab
+from kvlane.bench.measuring import Outcome
 from kvlane.bench.observations import Observation
 from kvlane.bench.progress import Steps
 from kvlane.bench.scenarios import (
     UNIT_TOKENS,
-    Outcome,
     Scenario,
     chat_turn,
     measure,

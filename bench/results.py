@@ -12,9 +12,9 @@ from kvlane.bench.claims import judge
 from kvlane.bench.exports import write_exports
 from kvlane.bench.host import machine
 from kvlane.bench.lab import AloneTimes, timeline_rows
+from kvlane.bench.measuring import Outcome
 from kvlane.bench.report import render
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import Outcome
 
 
 def write(reproduction: Reproduction, out: Path) -> str:

@@ -51,6 +51,22 @@ class TestAnswers:
         assert (answer.result.loaded_tokens, answer.result.computed_tokens) == (end, kit.tokens - end)
         assert small.store.bytes_moved == answer.moved_bytes
 
+    @pytest.mark.parametrize("start", [16, 64, 112])
+    def test_what_lies_before_a_load_is_computed_meanwhile(self, kit, small, start):
+        answer = small.lab.load(small.store, small.ids, kit.usable, "layered", start)
+        same_answer(small, answer)
+        assert answer.loaded == (start, kit.usable)
+        assert answer.moved_bytes == (kit.usable - start) * small.bytes_per_token
+        assert answer.result.computed_tokens == kit.tokens - kit.usable + start
+        assert [(each.kind, each.start, each.end) for each in answer.result.passes] == [
+            ("front", 0, start),
+            ("tail", kit.usable, kit.tokens),
+        ]
+
+    def test_an_answer_says_which_tokens_were_loaded(self, small):
+        assert small.lab.recompute(small.ids).loaded == (0, 0)
+        assert small.lab.load(small.store, small.ids, 64, "bulk").loaded == (0, 64)
+
     @pytest.mark.parametrize(
         ("link", "path"), [("cheap_link", "load"), ("middling_link", "split"), ("slow_link", "recompute")]
     )
@@ -215,6 +231,24 @@ class TestAlone:
         assert small.lab.engine.held_tokens == 0
         assert all(rows_are_nan(small, 64))
 
+    def test_what_is_computed_before_the_load_is_measured_alone_too(self, kit, small):
+        small.lab.recompute(small.ids)
+        whole = small.lab.alone(small.store, small.ids, kit.usable)
+        small.lab.recompute(small.ids)
+        moved = small.store.bytes_moved
+        part = small.lab.alone(small.store, small.ids, kit.usable, 64)
+        # Held already: all that is copied is what is timed.
+        assert small.store.bytes_moved - moved == (kit.usable - 64) * small.bytes_per_token
+        assert whole.front_s == 0
+        assert part.front_s > 0
+        assert all(rows_are_nan(small, 0, 64))
+
+    @given(front=st.floats(0, 10), arrivals=st.lists(st.floats(0, 10), min_size=3, max_size=3).map(sorted))
+    def test_a_front_runs_while_the_copies_do(self, front, arrivals):
+        alone = AloneTimes(tuple(arrivals), 0.5, (1.0, 2.0, 4.0), 0.25, front)
+        chains = [front + 0.5 + 7.0, arrivals[0] + 7.0, arrivals[1] + 6.0, arrivals[2] + 4.0]
+        assert alone.bound_s == pytest.approx(max(chains) + 0.25)
+
     def test_bound_of_copies_that_hide_is_the_compute(self):
         alone = AloneTimes(arrivals=(0.1, 0.2, 0.3), lead_s=0.5, computes=(1.0, 2.0, 4.0), head_s=0.25)
         assert alone.bound_s == 0.5 + 7.0 + 0.25
@@ -241,10 +275,10 @@ class TestAlone:
 
     def test_of_several_measurements_the_fastest_of_each_layer_bounds(self):
         times = [
-            AloneTimes((1.0, 2.0, 9.0), 0.5, (1.0, 4.0, 1.0), 0.3),
-            AloneTimes((1.5, 1.8, 3.0), 0.4, (2.0, 1.0, 1.0), 0.2),
+            AloneTimes((1.0, 2.0, 9.0), 0.5, (1.0, 4.0, 1.0), 0.3, 0.7),
+            AloneTimes((1.5, 1.8, 3.0), 0.4, (2.0, 1.0, 1.0), 0.2, 0.8),
         ]
-        least = AloneTimes((1.0, 1.8, 3.0), 0.4, (1.0, 1.0, 1.0), 0.2)
+        least = AloneTimes((1.0, 1.8, 3.0), 0.4, (1.0, 1.0, 1.0), 0.2, 0.7)
         assert AloneTimes.fastest(times) == AloneTimes.fastest(times[::-1]) == least
         assert AloneTimes.fastest(times[:1]) == times[0]
         assert least.bound_s <= min(each.bound_s for each in times)

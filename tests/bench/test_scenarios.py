@@ -9,10 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlane.bench.lab import AloneTimes, Answer
+from kvlane.bench.measuring import Condition, Outcome
 from kvlane.bench.reproduce import _lengths, _points, _scenarios
 from kvlane.bench.scenarios import (
-    Condition,
-    Outcome,
     Scenario,
     chat_turn,
     conditions,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvlane.bench.lab import Answer, Lab
-from kvlane.bench.scenarios import MAX_LOGIT_DIFFERENCE, Scenario, WrongAnswerError, measure
+from kvlane.bench.measuring import MAX_LOGIT_DIFFERENCE, WrongAnswerError
+from kvlane.bench.scenarios import Scenario, measure
 from kvlane.bench.shape import random_prompt
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines.transformers_forward import CacheLayer
