@@ -13,7 +13,7 @@ from kvlane.bench.measuring import MAX_LOGIT_DIFFERENCE, WrongAnswerError
 from kvlane.bench.scenarios import Scenario, measure
 from kvlane.bench.shape import random_prompt
 from kvlane.streams.cpu import CpuBackend
-from kvlane.streams.engines.transformers_forward import CacheLayer
+from kvlane.streams.engines.transformers_forward import KvLayer
 from kvlane.streams.executor import LayerLoad
 from kvlane.transfer.host_run import HostRun
 
@@ -119,8 +119,8 @@ class TestStoredKv:
 @pytest.mark.parametrize("name", LOADS)
 class TestGuardsTakenAway:
     def test_a_prefix_length_reported_late_is_noticed(self, kit, small, name, monkeypatch):
-        length = CacheLayer.get_seq_length
-        monkeypatch.setattr(CacheLayer, "get_seq_length", lambda self: length(self) if self._updates else 0)
+        length = KvLayer.get_seq_length
+        monkeypatch.setattr(KvLayer, "get_seq_length", lambda self: length(self) if self._updates else 0)
         with pytest.raises(WrongAnswerError, match=f"scenario A, {name}"):
             run(kit, small, name)
 
