@@ -29,6 +29,7 @@ class Lane:
         self.request = request
         self.unit = request.load_unit_tokens
         self.start = request.resident_tokens
+        self.busy_s = request.device_busy_s
         self.usable = usable_tokens(request.hit(tier), request.prompt_tokens, self.unit, request.tail_tokens)
         self.gain = max(0, self.usable - self.start)
 
@@ -43,10 +44,15 @@ class Lane:
         return self.transfer.link.rate_at(self.transfer.copy_bytes(max(1, self.gain)))
 
     def ttft(self, end: int) -> float:
-        request = self.request
-        return self.cost.load_s(
-            self.transfer, self.start, end, request.prompt_tokens, request.prefill_chunk_tokens
-        )
+        return self._load_s(end, self.request.prompt_tokens)
+
+    def _load_s(self, end: int, prompt: int) -> float:
+        chunk = self.request.prefill_chunk_tokens
+        seconds = self.cost.load_s(self.transfer, self.start, end, prompt, chunk)
+        if self.busy_s:
+            # Copies go on while the device is busy: they are waited for as far as they take longer.
+            seconds = max(seconds, self.busy_s + self.cost.recompute_s(end, prompt, chunk))
+        return seconds
 
     def estimate(self, end: int) -> Estimate:
         """Loading `[start, end)`: a load when that is everything usable, else a split."""
@@ -68,8 +74,9 @@ class Lane:
         """The fastest proper split, None where no load unit ends strictly inside the usable run.
 
         Between two bends TTFT is the larger of concave functions of the split point, so its least value lies at
-        a bend or where two of them cross: where copying a layer takes as long as computing one, or where a
-        pass's work takes as long as reading the weights.
+        a bend or where two of them cross: where copying a layer takes as long as computing one, where a
+        pass's work takes as long as reading the weights, or where what is waited for takes as long as the
+        device's queue.
         """
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
@@ -80,6 +87,8 @@ class Lane:
             points.update((left, right))
             for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
                 points.update(_crossing(signed, left, right))
+            if self.busy_s:
+                points.update(_crossing(self._exposed_beyond_queue, left, right))
             points.update(self._before_turns(turns, left, right))
         for point in tuple(points):
             # A copy moves a whole run: loading up to its end costs no more copies.
@@ -135,6 +144,12 @@ class Lane:
         last = rest if chunk is None else (rest - 1) % chunk + 1
         return self._beyond_floor(self.request.prompt_tokens - last, last)
 
+    def _exposed_beyond_queue(self, units: int) -> float:
+        end, request = units * self.unit, self.request
+        prompt, chunk = request.prompt_tokens, request.prefill_chunk_tokens
+        arrives = self.cost.load_s(self.transfer, self.start, end, prompt, chunk)
+        return arrives - self.busy_s - self.cost.recompute_s(end, prompt, chunk)
+
     def _chunk_turns(self) -> tuple[int, ...]:
         """Resident tokens around which a whole prefill chunk leaves the floor, wherever the split is."""
         chunk = self.request.prefill_chunk_tokens
@@ -164,8 +179,7 @@ class Lane:
 
         def load_pays(prefix: int) -> bool:
             prompt = prefix + suffix
-            load = cost.load_s(self.transfer, self.start, prefix, prompt, chunk)
-            return load <= cost.recompute_s(self.start, prompt, chunk)
+            return self._load_s(prefix, prompt) <= self.busy_s + cost.recompute_s(self.start, prompt, chunk)
 
         shortest = self.start + 1
         here = max(shortest, self.usable)
@@ -199,19 +213,21 @@ class Lane:
         costs included."""
         request, cost, transfer = self.request, self.cost, self.transfer
         chunk = request.prefill_chunk_tokens
-        recompute = cost.recompute_s(self.start, request.prompt_tokens, chunk)
-        after = cost.recompute_s(self.usable, request.prompt_tokens, chunk)
+        saved = cost.recompute_s(self.start, request.prompt_tokens, chunk)
+        saved -= cost.recompute_s(self.usable, request.prompt_tokens, chunk)
         moved, fixed = transfer.bytes(self.gain), transfer.fixed_s(self.gain)
-        budgets = [(moved, recompute - after - fixed)]
+        budgets = [(moved, self.busy_s + saved - fixed)]
         if cost.executor == "layered" and transfer.by_layer:
             layers = cost.prefill.layers
             first = cost.prefill.pass_s(self.usable, self._first_pass(self.usable))
             hidden = first * (layers - 1) / layers  # compute that can run while later layers arrive
             first_fixed = transfer.link.latency_s + transfer.copies(self.gain) * transfer.link.per_copy_s
             budgets = [
-                (moved, recompute - after + hidden - fixed),
-                (moved / layers, recompute - after - first_fixed),
+                (moved, self.busy_s + saved + hidden - fixed),
+                (moved / layers, self.busy_s + saved - first_fixed),
             ]
+        if self.busy_s:
+            budgets.append((0.0, saved))  # with all copies done while the device was busy
         if any(budget <= 0 for _, budget in budgets):
             return None, "loading saves less time than its fixed cost, at any rate"
         return max(

@@ -85,10 +85,12 @@ class LayerwiseLane(Lane):
         moved = accumulate(layer.bytes(self.gain) for layer in self.parts.of)
         fixed = self.parts.fixed_until(self.gain)
         budgets = [
-            (size, saved + before - spent)
+            (size, self.busy_s + saved + before - spent)
             for size, before, spent in zip(moved, hidden, fixed, strict=False)
             if size > 0
         ]
+        if self.busy_s:
+            budgets.append((0.0, saved))
         if any(budget <= 0 for _, budget in budgets):
             return None, "loading saves less time than its fixed cost, at any rate"
         return max(

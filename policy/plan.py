@@ -43,6 +43,11 @@ def _count(value: object, name: str, least: int) -> int:
     return value
 
 
+def _seconds(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_S:
+        raise InputError(name, f"is {str(value)[:40]}", f"seconds from 0 to {LONGEST_S:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: a prompt, and where how much of its prefix is stored.
@@ -53,7 +58,8 @@ class Request:
     engine prefills in one pass, None for no limit. `state_checkpoints` lists, by tier or for all of them, the
     token counts after which a snapshot of recurrent state is stored there: a hit of a model with such layers ends
     at one of them, and is worth nothing without. `link_queue_s` is the seconds of copies already queued, by tier, on
-    the link a load would take: they are waited out first.
+    the link a load would take: they are waited out first. `device_busy_s` is the seconds of work ahead of this request
+    on the device: no pass starts before, copies do.
 
     Raises `InputError` naming the field.
     """
@@ -66,6 +72,7 @@ class Request:
     tail_tokens: int = 1
     state_checkpoints: Mapping[str, Sequence[int]] | Sequence[int] = ()
     link_queue_s: Mapping[str, float] = field(default_factory=dict)
+    device_busy_s: float = 0.0
 
     def __post_init__(self) -> None:
         prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
@@ -90,14 +97,8 @@ class Request:
                     )
 
         for tier, queued in self.link_queue_s.items():
-            if (
-                isinstance(queued, bool)
-                or not isinstance(queued, (int, float))
-                or not 0 <= queued <= LONGEST_S
-            ):
-                raise InputError(
-                    f"link_queue_s.{tier}", f"is {str(queued)[:40]}", f"seconds from 0 to {LONGEST_S:g}"
-                )
+            _seconds(queued, f"link_queue_s.{tier}")
+        _seconds(self.device_busy_s, "device_busy_s")
         listed = self.state_checkpoints
         for tier in self.hits if isinstance(listed, Mapping) else ("",):
             for at in self.checkpoints(tier):
@@ -261,6 +262,10 @@ class Plan:
         """One estimate in words with its parts, as far as they are disjoint."""
         computed = self.prompt_tokens - self.resident_tokens - estimate.load_tokens
         total = show_seconds(estimate.ttft_s)
+        # Copies alone expose no more than they take: the rest is the device's queue.
+        queued = estimate.exposed_s > estimate.transfer_s + 1e-6 * estimate.ttft_s
+        if queued:
+            total += f" ({show_seconds(estimate.exposed_s)} of it in the queue)"
         if estimate.path == "recompute":
             return f"recompute of {computed} tokens {total}"
         load = f"{estimate.load_tokens} tokens ({show_bytes(estimate.load_bytes)}) from {estimate.tier}"

@@ -130,7 +130,7 @@ class Planner:
         estimates: dict[Path, Estimate | None],
         unavailable: dict[Path, str],
     ) -> Plan:
-        chosen = self._choose(estimates)
+        chosen = self._choose(estimates, request.device_busy_s)
         load = estimates["load"]
         tier = chosen.tier or (load.tier if load else None)
         crossover, crossover_note = None, "no stored prefix to load"
@@ -182,18 +182,19 @@ class Planner:
             notes=self._range_notes(request, estimates),
         )
 
-    def _choose(self, estimates: Mapping[Path, Estimate | None]) -> Estimate:
+    def _choose(self, estimates: Mapping[Path, Estimate | None], busy_s: float) -> Estimate:
         """The fastest candidate, or the steadier one of a near-tie.
 
         Recompute depends on the device alone, a load on the link and little compute, a split on both being
-        as predicted at once. Any two candidates share their parameters, so no error band is consulted here.
+        as predicted at once. Any two candidates share their parameters, so no error band is consulted here. They
+        share the device's queue too, so a near-tie is one of what comes after it: a share of a long queue would
+        send every request to the path that makes it longer.
         """
         best = min(estimate.ttft_s for estimate in estimates.values() if estimate is not None)
+        within = busy_s + (best - busy_s) * (1 + self.tie_margin)
         for path in _STEADIEST_FIRST:
             estimate = estimates[path]
-            if estimate is not None and (
-                estimate.ttft_s == best or estimate.ttft_s < best * (1 + self.tie_margin)
-            ):
+            if estimate is not None and (estimate.ttft_s == best or estimate.ttft_s < within):
                 return estimate
         raise AssertionError("recompute is always a candidate")
 
@@ -271,7 +272,12 @@ class Planner:
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
         seconds = self.cost.recompute_s(resident, prompt, chunk)
-        return Estimate(path="recompute", ttft_s=seconds, compute_s=seconds, band=self._compute_band)
+        return Estimate(
+            path="recompute",
+            ttft_s=request.device_busy_s + seconds,
+            compute_s=seconds,
+            band=self._compute_band,
+        )
 
 
 def _ttft(estimate: Estimate) -> float:
