@@ -138,7 +138,6 @@ class SavedLoad:
     load: Load
     left_s: float
     waiting: tuple[str, ...]
-    joinable: bool
 
 
 @dataclass(frozen=True, slots=True)

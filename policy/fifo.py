@@ -94,7 +94,7 @@ class Fifo:
             self._advance(turn, served)
 
     def _serve(self, now: float) -> None:
-        """Serves what could be served since the last call. A clock that went back is waited for."""
+        """Serves what could be served since the last call."""
         if now <= self._at:
             return
         at, self._at = self._at, now

@@ -89,7 +89,7 @@ class Ledger:
         self._expiry: list[tuple[float, str]] = []
         self._devices: dict[str, Fifo] = {}
         self._links: dict[LinkKey, Fifo] = {}
-        self._flights: dict[LoadKey, _Flight] = {}
+        self._flights: dict[LoadKey, list[_Flight]] = {}
         self._sweep_at = _FEW_QUEUES
 
     def __len__(self) -> int:
@@ -126,18 +126,15 @@ class Ledger:
         return 0 if queue is None else queue.turns(self._now)
 
     def in_flight(self, key: LoadKey, now: float) -> InFlight | None:
-        """The load that may be joined under that key; None when there is none, or it should have arrived.
+        """The load that may be joined under that key, the one that brings most; None when there is none.
 
-        What has arrived is resident: whoever asks next says so in `resident_tokens`.
+        What should have arrived is resident: whoever asks next says so in `resident_tokens`.
         """
         self.expire(now)
-        flight = self._flights.get(key)
+        flight = self._joinable(key)
         if flight is None:
             return None
         remaining = flight.queue.until_done_s(flight.turn, self._now)
-        if remaining <= 0:
-            del self._flights[key]
-            return None
         return InFlight(flight.load.start, flight.load.end, remaining, len(flight.waiting) - 1)
 
     def reserve(self, reservation_id: str, booking: Booking, now: float) -> None:
@@ -150,9 +147,6 @@ class Ledger:
         if reservation_id in self._live:
             raise InputError("id", f"{reservation_id!r} is reserved already", "an id of its own")
         booking.check()
-        while len(self._live) >= self._most:
-            self._end(self._next_to_expire())
-            self.counts.evicted += 1
         device = self._queue(self._devices, booking.instance)
         if booking.device_busy_s is not None:
             device.replace(booking.device_busy_s, now)
@@ -163,11 +157,15 @@ class Ledger:
         reservation = _Reservation(reservation_id, booking.instance, expires, turn, device, [])
         device.add(turn, now)
         for key in booking.joins:
-            flight = self._flights.get(key)
+            flight = self._joinable(key)
             if flight is not None:
                 flight.waiting.append(reservation_id)
                 reservation.flights.append(flight)
                 self.counts.joins += 1
+        # Whoever makes room goes only now: the load just joined may be its.
+        while len(self._live) >= self._most:
+            self._end(self._next_to_expire())
+            self.counts.evicted += 1
         for load in booking.loads:
             self._load(load, reservation)
         self._keep(reservation)
@@ -188,15 +186,16 @@ class Ledger:
         return True
 
     def expire(self, now: float) -> int:
-        """Ends every reservation whose time is over, oldest first, and returns how many. Every call does it."""
-        self._now = now = max(self._now, now)
+        """Ends every reservation whose time is over, each at its own, and returns how many. Every call does it."""
         ended = 0
         while self._expiry and self._expiry[0][0] <= now:
             expires, reservation_id = heapq.heappop(self._expiry)
             reservation = self._live.get(reservation_id)
             if reservation is not None and reservation.expires_s == expires:
+                self._now = max(self._now, expires)
                 self._end(reservation)
                 ended += 1
+        self._now = max(self._now, now)
         self.counts.expired += ended
         return ended
 
@@ -207,7 +206,6 @@ class Ledger:
         for queue in (*self._devices.values(), *self._links.values()):
             queue.turns(now)
         flights = {flight.turn: flight for kept in self._live.values() for flight in kept.flights}
-        joinable = {flight.turn for flight in self._flights.values()}
         return SavedLedger(
             reservations=tuple(
                 SavedReservation(
@@ -225,7 +223,6 @@ class Ledger:
                     flights[turn].load,
                     turn.left_s,
                     tuple(flights[turn].waiting),
-                    turn in joinable,
                 )
                 for queue in self._links.values()
                 for turn in queue
@@ -264,20 +261,36 @@ class Ledger:
             flight = _Flight(entry.load, turn, queue, list(entry.waiting))
             for waiting in entry.waiting:
                 ledger._live[waiting].flights.append(flight)
-            if entry.joinable and entry.load.key is not None:
-                ledger._flights[entry.load.key] = flight
+            ledger._depart(flight)
         ledger.expire(now)
         return ledger
 
     def _load(self, load: Load, reservation: _Reservation) -> None:
         queue = self._queue(self._links, load.link)
         turn = Turn(load.seconds, load.seconds, nbytes=load.nbytes)
-        known = None if load.key is None else self.in_flight(load.key, self._now)
         queue.add(turn, self._now)
         flight = _Flight(load, turn, queue, [reservation.id])
         reservation.flights.append(flight)
-        if load.key is not None and (known is None or known.end < load.end):
-            self._flights[load.key] = flight
+        self._depart(flight)
+
+    def _depart(self, flight: _Flight) -> None:
+        if flight.load.key is not None:
+            self._flights.setdefault(flight.load.key, []).append(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        key = flight.load.key
+        if key is None or flight not in self._flights.get(key, ()):
+            return
+        self._flights[key].remove(flight)
+        if not self._flights[key]:
+            del self._flights[key]
+
+    def _joinable(self, key: LoadKey) -> _Flight | None:
+        """Of the loads in flight under that key the one that brings most, the first of equals."""
+        for flight in tuple(self._flights.get(key, ())):
+            if flight.queue.until_done_s(flight.turn, self._now) <= 0:
+                self._land(flight)
+        return max(self._flights.get(key, ()), key=_end_token, default=None)
 
     def _keep(self, reservation: _Reservation) -> None:
         self._live[reservation.id] = reservation
@@ -301,8 +314,7 @@ class Ledger:
             if flight.waiting and not arrived:
                 continue
             flight.queue.remove(flight.turn, self._now)
-            if flight.load.key is not None and self._flights.get(flight.load.key) is flight:
-                del self._flights[flight.load.key]
+            self._land(flight)
 
     def _queue(self, queues: dict[Key, Fifo], key: Key) -> Fifo:
         queue = queues.get(key)
@@ -319,3 +331,7 @@ class Ledger:
         for key, queue in tuple(queues.items()):
             if not queue.turns(self._now) and (not queue.outside_s or len(queues) > self._most):
                 del queues[key]
+
+
+def _end_token(flight: _Flight) -> int:
+    return flight.load.end
