@@ -86,7 +86,10 @@ class Cells:
 
     def deployment(self, name: str) -> DeploymentCells:
         """The cells of that deployment, kept over reloads."""
-        return self.deployments.setdefault(name, DeploymentCells())
+        found = self.deployments.get(name)
+        if found is None:
+            found = self.deployments[name] = DeploymentCells()
+        return found
 
 
 Gauges = Callable[[], Iterator[Metric]]
