@@ -101,7 +101,8 @@ class Running:
 
     async def _flush(self) -> None:
         while True:
-            await asyncio.sleep(self.service.settings.flush_s)
+            # Twice an interval: what is acknowledged right after one write has lasted before the interval is over.
+            await asyncio.sleep(self.service.settings.flush_s / 2)
             await self._write()
             if monotonic() - self._kept_at >= self.service.settings.snapshot_s and self.service.to_keep:
                 await self._keep()

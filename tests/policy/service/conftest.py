@@ -39,6 +39,7 @@ class Served:
     process: subprocess.Popen[bytes]
     port: int
     log: list[str] = field(default_factory=list)
+    drain: threading.Thread | None = None
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
@@ -81,7 +82,10 @@ class Served:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits for the end; its exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        status = self.process.wait(timeout=30)
+        assert self.drain is not None
+        self.drain.join()
+        return status
 
     def wait_for_log(self, words: str, seconds: float = 10.0) -> str:
         """The first log line with these words, which must come."""
@@ -117,16 +121,18 @@ def start_server() -> Callable[..., Served]:
                 port = int(line.rpartition(":")[2])
                 break
         else:
-            process.wait()
-            raise AssertionError(f"exit status {process.returncode}: {log}")
+            process.stderr.close()
+            raise AssertionError(f"exit status {process.wait()}: {log}")
         served = Served(process, port, log)
 
         def drain() -> None:
             assert process.stderr is not None
-            for raw in process.stderr:
-                log.append(raw.decode().rstrip())
+            with process.stderr:
+                for raw in process.stderr:
+                    log.append(raw.decode().rstrip())
 
-        threading.Thread(target=drain, daemon=True).start()
+        served.drain = threading.Thread(target=drain, daemon=True)
+        served.drain.start()
         return served
 
     return start
@@ -152,9 +158,7 @@ def serve(start_server: Serve, tmp_path: Path) -> Iterator[Serve]:
 
     yield start
     for served in running:
-        if served.process.poll() is None:
-            served.process.kill()
-            served.process.wait()
+        served.stop(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

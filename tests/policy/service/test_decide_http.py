@@ -139,7 +139,11 @@ def test_only_the_same_prefix_on_the_same_instance_is_joined(server: Any) -> Non
     same = server.decide(**LONG, instance="d", prefix_id="p")
     assert same["joined"] is True
     assert "joins" in same["reason"]
-    for other in ({"instance": "d", "prefix_id": "q"}, {"instance": "e", "prefix_id": "p"}, {"instance": "d"}):
+    for other in (
+        {"instance": "d", "prefix_id": "q"},
+        {"instance": "e", "prefix_id": "p"},
+        {"instance": "d"},
+    ):
         assert server.decide(**LONG, **other)["joined"] is False
     server.ask("DELETE", f"/v1/decisions/{first['decision_id']}")
     assert server.decide(**LONG, instance="d", prefix_id="p")["joined"] is False

@@ -165,9 +165,12 @@ def test_with_a_token_only_health_is_open(serve: Callable[..., Any]) -> None:
         assert served.ask(method, path, body, {"Authorization": "Bearer s3cret"}).status < 300 or (
             method == "DELETE"
         )
-    assert "token" in served.ask(
-        "GET", "/openapi.json", headers={"Authorization": "Bearer s3cret"}
-    ).body["components"]["securitySchemes"]
+    assert (
+        "token"
+        in served.ask("GET", "/openapi.json", headers={"Authorization": "Bearer s3cret"}).body["components"][
+            "securitySchemes"
+        ]
+    )
 
 
 def test_the_observe_token_is_one_of_its_own(serve: Callable[..., Any], tmp_path: Path) -> None:

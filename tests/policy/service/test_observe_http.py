@@ -158,7 +158,13 @@ def test_observations_become_the_calibration_that_decides(serve: Callable[..., A
         copies = random.randrange(1, 1000)
         seconds = 5 * (size / link.rate_bytes_per_s + copies * link.per_copy_s)
         records.append(
-            {**TRANSFER, "observation_id": f"t{number}", "bytes": size, "copies": copies, "end_s": 10 + seconds}
+            {
+                **TRANSFER,
+                "observation_id": f"t{number}",
+                "bytes": size,
+                "copies": copies,
+                "end_s": 10 + seconds,
+            }
         )
         resident = random.choice([0, random.randrange(16, 8000)])
         records.append(

@@ -270,7 +270,9 @@ def refusal_or_answer(call: Callable[[bytes], bytes], body: bytes) -> None:
 
 
 @settings(max_examples=400)
-@given(body=st.binary(max_size=200) | st.dictionaries(names, json_values).map(lambda v: json.dumps(v).encode()))
+@given(
+    body=st.binary(max_size=200) | st.dictionaries(names, json_values).map(lambda v: json.dumps(v).encode())
+)
 def test_no_body_makes_decide_fail(endpoint: Endpoint, body: bytes) -> None:
     refusal_or_answer(endpoint._on_decide, body)
 
