@@ -15,6 +15,7 @@ from kvlane.policy.calibration_record import read
 from kvlane.policy.catalog import load_machine, load_model
 from kvlane.policy.cli_machines import machines
 from kvlane.policy.cli_models import models
+from kvlane.policy.cli_serve import serve
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Machine
 from kvlane.policy.plan import EXECUTORS, Executor, Plan, Request
@@ -114,6 +115,7 @@ def decide(
 
 app.command()(models)
 app.command()(machines)
+app.command()(serve)
 
 
 def _parameters(

@@ -27,7 +27,7 @@ def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part
     rest = cost.recompute_s(end, prompt, chunk)
     return Estimate(
         path=path,
-        ttft_s=rest + max(front, wait),
+        ttft_s=rest + max(request.device_busy_s + front, wait),
         compute_s=front + rest,
         front_s=front,
         transfer_s=cost.copies_s(parts, group),
@@ -53,6 +53,7 @@ class Lane:
         self.request = request
         self.unit = request.load_unit_tokens
         self.start = request.resident_tokens
+        self.busy_s = request.device_busy_s
         self.usable = usable_tokens(request.hit(tier), request.prompt_tokens, self.unit, request.tail_tokens)
         self.gain = max(0, self.usable - self.start)
 
@@ -75,10 +76,11 @@ class Lane:
         return Part(self.tier, self.transfer.before(load_end - end), begin, end)
 
     def ttft(self, end: int) -> float:
-        request = self.request
-        return self.cost.load_s(
-            self.transfer, self.start, end, request.prompt_tokens, request.prefill_chunk_tokens
-        )
+        return self._load_s(end, self.request.prompt_tokens)
+
+    def _load_s(self, end: int, prompt: int) -> float:
+        chunk = self.request.prefill_chunk_tokens
+        return self.cost.load_s(self.transfer, self.start, end, prompt, chunk, busy_s=self.busy_s)
 
     def estimate(self, begin: int, end: int) -> Estimate:
         """Loading `[begin, end)`: a load when that is everything usable, else a split."""
@@ -103,7 +105,7 @@ class Lane:
         computes = cost.computes(self.usable, request.prompt_tokens, chunk)
 
         def front(begin: int) -> float:
-            return cost.prefill.prefill_s(self.start, begin - self.start, chunk)
+            return self.busy_s + cost.prefill.prefill_s(self.start, begin - self.start, chunk)
 
         def wait(begin: int) -> float:
             return cost.wait_s((self.part(begin, self.usable, self.usable),), computes)[0]
@@ -114,8 +116,9 @@ class Lane:
         """The fastest proper split, None where no load unit ends strictly inside the usable run.
 
         Between two bends TTFT is the larger of concave functions of the split point, so its least value lies at
-        a bend or where two of them cross: where copying a layer takes as long as computing one, or where a
-        pass's work takes as long as reading the weights.
+        a bend or where two of them cross: where copying a layer takes as long as computing one, where a
+        pass's work takes as long as reading the weights, or where what is waited for takes as long as the
+        device's queue.
         """
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
@@ -126,6 +129,8 @@ class Lane:
             points.update((left, right))
             for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
                 points.update(crossing(signed, range(left, right + 1)))
+            if self.busy_s:
+                points.update(crossing(self._wait_beyond_queue, range(left, right + 1)))
             points.update(self._before_turns(turns, left, right))
         for point in tuple(points):
             # A copy moves a whole run: loading up to its end costs no more copies.
@@ -181,6 +186,11 @@ class Lane:
         last = rest if chunk is None else (rest - 1) % chunk + 1
         return self._beyond_floor(self.request.prompt_tokens - last, last)
 
+    def _wait_beyond_queue(self, units: int) -> float:
+        end = units * self.unit
+        computes = self.cost.computes(end, self.request.prompt_tokens, self.request.prefill_chunk_tokens)
+        return self.cost.wait_s((self.part(self.start, end, end),), computes)[0] - self.busy_s
+
     def _chunk_turns(self) -> tuple[int, ...]:
         """Resident tokens around which a whole prefill chunk leaves the floor, wherever the split is."""
         chunk = self.request.prefill_chunk_tokens
@@ -212,8 +222,7 @@ class Lane:
 
         def load_pays(prefix: int) -> bool:
             prompt = prefix + suffix
-            load = cost.load_s(self.transfer, self.start, prefix, prompt, chunk)
-            return load <= cost.recompute_s(self.start, prompt, chunk)
+            return self._load_s(prefix, prompt) <= self.busy_s + cost.recompute_s(self.start, prompt, chunk)
 
         shortest = self.start + 1
         here = max(shortest, self.usable)
@@ -251,13 +260,17 @@ class Lane:
         if moved == 0:
             return None, "these layers keep nothing that a load would have to move"
         saved = cost.recompute_s(self.start, prompt, chunk) - cost.recompute_s(self.usable, prompt, chunk)
+        # With all copies done while the device was busy, what is saved is left.
+        hidden = [(0.0, saved)] if self.busy_s else []
         rates = []
         if cost.executor == "bulk":
-            rates.append(_rate([(moved, saved - transfer.fixed_s(self.gain))]))
+            rates.append(_rate([*hidden, (moved, self.busy_s + saved - transfer.fixed_s(self.gain))]))
         else:
             computes = cost.computes(self.usable, prompt, chunk)
             most = cost.prefill.layers if transfer.event_s else 1
-            rates += [_rate(self._budgets(saved, computes, group)) for group in range(1, most + 1)]
+            rates += [
+                _rate([*hidden, *self._budgets(saved, computes, group)]) for group in range(1, most + 1)
+            ]
         found = [rate for rate in rates if rate is not None]
         if not found:
             return None, "loading saves less time than its fixed cost, at any rate"
@@ -277,7 +290,7 @@ class Lane:
         for number, first in enumerate(range(0, len(moving), group)):
             last = moving[min(first + group, len(moving)) - 1]
             spent = fixed[last] + (number + 1) * transfer.event_s
-            budgets.append((moved[last], saved + before[moving[first]] - spent))
+            budgets.append((moved[last], self.busy_s + saved + before[moving[first]] - spent))
         return budgets
 
 

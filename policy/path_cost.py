@@ -45,17 +45,18 @@ class PathCost:
         chunk: int | None = None,
         *,
         resident: int | None = None,
+        busy_s: float = 0.0,
     ) -> float:
         """TTFT when `[start, end)` is loaded and `[end, prompt)` computed.
 
         Bulk: all copies, then all compute. Otherwise each layer of the first prefill chunk waits for its own KV;
         later chunks find everything there. From `resident` < `start` on, the tokens before the load are computed
-        while it runs, in passes of their own.
+        while it runs, in passes of their own. `busy_s` is work ahead on the device: passes wait for it, copies do not.
         """
         computes = self.computes(end, prompt, chunk)
         wait, _ = self.wait_s((Part("", transfer, start, end),), computes)
         front = 0.0 if resident is None else self.prefill.prefill_s(resident, start - resident, chunk)
-        return self.recompute_s(end, prompt, chunk) + max(front, wait)
+        return self.recompute_s(end, prompt, chunk) + max(busy_s + front, wait)
 
     def computes(self, end: int, prompt: int, chunk: int | None) -> Computes:
         """Seconds of each layer of the first pass after `end` loaded tokens."""

@@ -48,6 +48,11 @@ def _count(value: object, name: str, least: int) -> int:
     return value
 
 
+def _seconds(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_S:
+        raise InputError(name, f"is {str(value)[:40]}", f"seconds from 0 to {LONGEST_S:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: a prompt, and where how much of its prefix is stored.
@@ -61,6 +66,7 @@ class Request:
     the link a load would take: they are waited out first. `copies` is how many copies one layer of everything
     usable and not resident takes from a tier, where who holds the block table has counted them. `cold` names the
     tiers whose peer has not been used yet, so that a load pays the link's first use.
+    `device_busy_s` is the seconds of work ahead of this request on the device: no pass starts before, copies do.
 
     Raises `InputError` naming the field.
     """
@@ -75,6 +81,7 @@ class Request:
     link_queue_s: Mapping[str, float] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
     cold: Collection[str] = ()
+    device_busy_s: float = 0.0
 
     def __post_init__(self) -> None:
         prompt = _count(self.prompt_tokens, "prompt_tokens", 1)
@@ -99,18 +106,12 @@ class Request:
                     )
 
         for tier, queued in self.link_queue_s.items():
-            if (
-                isinstance(queued, bool)
-                or not isinstance(queued, (int, float))
-                or not 0 <= queued <= LONGEST_S
-            ):
-                raise InputError(
-                    f"link_queue_s.{tier}", f"is {str(queued)[:40]}", f"seconds from 0 to {LONGEST_S:g}"
-                )
+            _seconds(queued, f"link_queue_s.{tier}")
         for tier, copies in self.copies.items():
             _count(copies, f"copies.{tier}", 1)
         if isinstance(self.cold, str) or not all(isinstance(tier, str) for tier in self.cold):
             raise InputError("cold", f"is {str(self.cold)[:40]!r}", "names of tiers")
+        _seconds(self.device_busy_s, "device_busy_s")
         listed = self.state_checkpoints
         for tier in self.hits if isinstance(listed, Mapping) else ("",):
             for at in self.checkpoints(tier):
@@ -238,6 +239,12 @@ class Plan:
     tp: int
     usable_tokens: int
     basis: Basis = field(compare=False, repr=False)
+
+    def take(self, estimate: Estimate) -> None:
+        """Choose this one of the estimates instead."""
+        self.path, self.load, self.group_layers = estimate.path, estimate.load, estimate.group_layers
+        self.ttft_s, self.exposed_s = estimate.ttft_s, estimate.exposed_s
+        self.basis = self.basis.of(estimate)
 
     @property
     def load_tokens(self) -> int:

@@ -119,7 +119,7 @@ class Planner:
             for way in ways:
                 found = [estimate for estimate in way if estimate is not None]
                 candidates += [min(found, key=_ttft)] if found else []
-        chosen = self._choose(candidates)
+        chosen = self._choose(candidates, request.device_busy_s)
         estimates: dict[Path, Estimate | None] = {}
         for path in PATHS:
             own = (candidate for candidate in candidates if candidate.path == path)
@@ -185,18 +185,18 @@ class Planner:
             basis=Basis(request, lanes, tier, chosen, estimates, self._prefill_from, self._ranges),
         )
 
-    def _choose(self, candidates: Sequence[Estimate]) -> Estimate:
+    def _choose(self, candidates: Sequence[Estimate], busy_s: float) -> Estimate:
         """The fastest candidate, or the steadier one of a near-tie; the candidates come steadiest first.
 
         Recompute depends on the device alone, a load on the link and little compute, a split on both being
         as predicted at once, two tiers on both their links. Any two candidates share their parameters, so no error
-        band is consulted here.
+        band is consulted here. They share the device's queue too, so a near-tie is one of what comes after it: a
+        share of a long queue would send every request to the path that makes it longer.
         """
         best = min(candidate.ttft_s for candidate in candidates)
+        within = busy_s + (best - busy_s) * (1 + self.tie_margin)
         return next(
-            candidate
-            for candidate in candidates
-            if candidate.ttft_s == best or candidate.ttft_s < best * (1 + self.tie_margin)
+            candidate for candidate in candidates if candidate.ttft_s == best or candidate.ttft_s < within
         )
 
     def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
@@ -249,7 +249,12 @@ class Planner:
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
         seconds = self.cost.recompute_s(resident, prompt, chunk)
-        return Estimate(path="recompute", ttft_s=seconds, compute_s=seconds, band=self._compute_band)
+        return Estimate(
+            path="recompute",
+            ttft_s=request.device_busy_s + seconds,
+            compute_s=seconds,
+            band=self._compute_band,
+        )
 
 
 def _ttft(estimate: Estimate) -> float:

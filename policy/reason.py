@@ -46,6 +46,9 @@ def reason(plan: Plan) -> str:
 def _said(plan: Plan, estimate: Estimate) -> str:
     """One estimate in words with its parts, as far as they are disjoint."""
     total = show_seconds(estimate.ttft_s)
+    # Copies alone expose no more than they take: the rest is the device's queue.
+    if estimate.exposed_s > estimate.transfer_s + 1e-6 * estimate.ttft_s:
+        total += f" ({show_seconds(estimate.exposed_s)} of it in the queue)"
     computed = plan.prompt_tokens - plan.resident_tokens - estimate.load_tokens
     if not estimate.load:
         return f"recompute of {computed} tokens {total}"

@@ -50,7 +50,8 @@ class TwoTiers:
         computes = cost.computes(self.usable, request.prompt_tokens, request.prefill_chunk_tokens)
 
         def front(begin: int) -> float:
-            return cost.prefill.prefill_s(self.start, begin - self.start, request.prefill_chunk_tokens)
+            ahead = cost.prefill.prefill_s(self.start, begin - self.start, request.prefill_chunk_tokens)
+            return request.device_busy_s + ahead
 
         def wait(begin: int) -> float:
             return cost.wait_s(self._parts(begin, self.usable, computes), computes)[0]

@@ -80,7 +80,7 @@ class Replay:
             transfer = Replay.transfer(planner, segment.tier, request)
             link = transfer.link
             # What is asked of a busy link comes after what it carries already.
-            began = busy_until.get(link.name, 0.0)
+            began = busy_until.get(link.name, 0.0) + request.link_queue_s.get(segment.tier, 0.0)
             each = [began + transfer.total_s(segment.tokens)] * layers
             if planner.executor != "bulk" and transfer.layout == "layer_major":
                 at, each = began + transfer.lead_s(segment.tokens), []
@@ -109,7 +109,8 @@ class Replay:
     def ttft_s(planner: Planner, request: Request, estimate: Estimate) -> float:
         prompt, at = request.prompt_tokens, max(estimate.end, request.resident_tokens)
         first = min(request.prefill_chunk_tokens or prompt, prompt - at)
-        done = Replay.front_s(planner, request, estimate)
+        # Passes wait for a busy device, copies do not.
+        done = request.device_busy_s + Replay.front_s(planner, request, estimate)
         for arrival in Replay.arrivals(planner, request, estimate):
             done = max(done, arrival) + planner.prefill.pass_s(at, first) / planner.layers
         return done + Replay.passes_s(planner, request, at + first, prompt) + planner.prefill.head_s

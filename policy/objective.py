@@ -1,0 +1,91 @@
+"""Which of a plan's estimates is taken, when TTFT is not all that counts.
+
+Device seconds are those for which a path keeps the device from others: in bulk its compute, since the device is free
+while the load goes on; by layer all of the pass, waiting included (DESIGN, "What the executor can do").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvlane.policy.errors import InputError
+from kvlane.policy.plan import Estimate, Path, Plan
+
+Objective = Literal["ttft", "device_time", "blend"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+_STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What is wanted of a decision.
+
+    `ttft` is the soonest first token, `device_time` the fewest device seconds, and `blend` the least `ttft + beside *
+    device seconds`: each of the requests running or waiting `beside` this one is held up for as long as the device is.
+
+    With `ttft_slo_s`, soon enough is enough: among the paths that meet it, error band included, `ttft` takes the one
+    with the fewest device seconds. Where none meets it, the soonest is taken whatever the objective.
+
+    Raises `InputError` naming the field.
+    """
+
+    objective: Objective = "ttft"
+    ttft_slo_s: float | None = None
+    beside: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise InputError("objective", f"unknown objective {self.objective!r}", ", ".join(OBJECTIVES))
+        if self.ttft_slo_s is not None and not self.ttft_slo_s > 0:
+            raise InputError("ttft_slo_s", f"is {self.ttft_slo_s}", "seconds above zero")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the soonest path is all that is wanted, as a planner decides by itself."""
+        return self.objective == "ttft" and self.ttft_slo_s is None
+
+
+SOONEST = Aim()
+
+
+def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Estimate | None = None) -> float:
+    """Seconds for which an estimate keeps the device, which others keep busy for `busy_s` before.
+
+    `joined` is the estimate, if any, whose load is another request's: it is waited for outside the pass.
+    """
+    if plan.executor == "bulk" or not estimate.load or estimate is joined:
+        return estimate.compute_s
+    return estimate.ttft_s - busy_s
+
+
+def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = None) -> Objective:
+    """Chooses anew among the estimates of `plan`, writes the choice into it, and returns the objective that decided.
+
+    A near-tie goes to the steadier path: one of what comes after the device's queue, which all paths wait for.
+    """
+    found = [estimate for estimate in plan.estimates.values() if estimate is not None]
+    objective: Objective = aim.objective
+    if aim.ttft_slo_s is not None:
+        meeting = [estimate for estimate in found if estimate.high_s <= aim.ttft_slo_s]
+        found = meeting or found
+        objective = "ttft" if not meeting else "device_time" if objective == "ttft" else objective
+    costs: dict[Path, float] = {}
+    for estimate in found:
+        cost = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
+        if objective != "ttft":
+            beside = 1 if objective == "device_time" else aim.beside
+            cost += beside * device_s(plan, estimate, busy_s, joined)
+        costs[estimate.path] = cost
+    best = min(costs.values())
+    within = best * (1 + plan.tie_margin)
+    order: tuple[Path, ...] = _STEADIEST_FIRST
+    if joined is not None:
+        # What is on its way already is steadier than what has yet to queue.
+        order = ("recompute", joined.path, *order)
+    path = next(path for path in order if path in costs and (costs[path] == best or costs[path] < within))
+    chosen = plan.estimates[path]
+    assert chosen is not None
+    plan.take(chosen)
+    return objective

@@ -1,0 +1,118 @@
+"""A plan in the words of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from kvlane.policy.assignment import Assignment
+from kvlane.policy.model import usable_tokens
+from kvlane.policy.plan import Estimate, LoadSegment
+from kvlane.policy.service.answers import (
+    Choice,
+    Decision,
+    Estimates,
+    Parameter,
+    PathEstimate,
+    Segment,
+    TransferParams,
+)
+from kvlane.policy.service.deployments import Deployment
+from kvlane.policy.service.types import Hit
+
+_encode = msgspec.json.Encoder().encode
+
+
+def answered(deployment: Deployment, found: Assignment, listed: list[Hit], slo_s: float | None) -> Choice:
+    """One instance's plan as it is answered; `listed` is what was said to be stored, loadable or not."""
+    plan = found.plan
+    estimates = plan.estimates
+    load_tokens = plan.load_tokens
+    return Choice(
+        deployment=deployment.name,
+        instance=found.place.instance,
+        path=plan.path,
+        load=_segments(plan.load),
+        load_tokens=load_tokens,
+        group_layers=plan.group_layers,
+        recompute_tokens=plan.prompt_tokens - plan.resident_tokens - load_tokens,
+        executor=plan.executor,
+        ttft_s=plan.ttft_s,
+        exposed_s=plan.exposed_s,
+        joined=found.joined is not None,
+        device_busy_s=found.request.device_busy_s,
+        meets_slo=None if slo_s is None else plan.ttft_s <= slo_s,
+        estimates=Estimates(
+            _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
+        ),
+        unavailable=plan.unavailable,
+        crossover_tokens=plan.crossover_tokens,
+        crossover_note=plan.crossover_note,
+        break_even_bytes_per_s=plan.break_even_bytes_per_s,
+        break_even_note=plan.break_even_note,
+        calibrated=plan.calibrated,
+        parameters_from={
+            name: Parameter(each.source, each.text) for name, each in plan.parameters_from.items()
+        },
+        notes=list(plan.notes),
+        reason=plan.reason
+        if found.joined is None
+        else f"{plan.reason}; the load joins an equal one in flight",
+        kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
+    )
+
+
+def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
+    """Whether less is to be loaded than an engine would find stored."""
+    request, plan = found.request, found.plan
+    if plan.load and plan.load[0].start > request.resident_tokens:
+        return False  # a cap counts from the resident prefix: it cannot say that the front is computed
+    planned = request.resident_tokens + plan.load_tokens
+    for hit in listed:
+        tokens = min(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
+        if planned < usable_tokens(
+            tokens, request.prompt_tokens, request.load_unit_tokens, request.tail_tokens
+        ):
+            return True
+    return False
+
+
+def _estimate(estimate: Estimate | None) -> PathEstimate | None:
+    if estimate is None:
+        return None
+    ttft = estimate.ttft_s
+    return PathEstimate(
+        ttft,
+        ttft * max(0.0, 1 - estimate.band),
+        ttft * (1 + estimate.band),
+        max(0.0, ttft - estimate.compute_s),
+        estimate.transfer_s,
+        estimate.compute_s,
+        estimate.front_s,
+        _segments(estimate.load),
+        estimate.load_tokens,
+        estimate.load_bytes,
+        estimate.group_layers,
+    )
+
+
+def _segments(load: Sequence[LoadSegment]) -> list[Segment]:
+    return [Segment(segment.tier, segment.start, segment.end, segment.bytes) for segment in load]
+
+
+def decided(
+    choice: Choice, decision_id: str, expires_in_s: float | None, candidates: list[Choice] | None
+) -> bytes:
+    """The whole answer as JSON."""
+    fields: dict[str, Any] = {name: getattr(choice, name) for name in Choice.__struct_fields__}
+    return _encode(
+        Decision(
+            **fields,
+            decision_id=decision_id,
+            expires_in_s=expires_in_s,
+            candidates=UNSET if candidates is None else candidates,
+        )
+    )

@@ -1,0 +1,213 @@
+"""What is answered over HTTP: the types that are encoded, and that the OpenAPI document is generated from.
+
+What cannot be computed is null, with the reason beside it; no number is infinite.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kvlane.policy.service.types import ExecutorName, PathName
+
+
+class _Answer(msgspec.Struct, gc=False):
+    pass
+
+
+class Segment(_Answer):
+    """Stored tokens `[start, end)` to load from one tier; `bytes` is what one rank moves."""
+
+    tier: str
+    start: int
+    end: int
+    bytes: int
+
+
+class PathEstimate(_Answer):
+    """One path's own best: TTFT with its error band, what copies (their queue included) and compute take alone.
+
+    `front_s` is the part of compute that runs beside the load, before the tokens loaded; `group_layers` how many layers
+    share one event.
+    """
+
+    ttft_s: float
+    low_s: float
+    high_s: float
+    exposed_s: float
+    transfer_s: float
+    compute_s: float
+    front_s: float
+    load: list[Segment]
+    load_tokens: int
+    load_bytes: int
+    group_layers: int
+
+
+class Estimates(_Answer):
+    """Every path's estimate, null where there is no such path; `unavailable` then says why."""
+
+    load: PathEstimate | None
+    recompute: PathEstimate | None
+    split: PathEstimate | None
+
+
+class Parameter(_Answer):
+    """Where one parameter came from, explicit before calibration before profile before assumption."""
+
+    source: str
+    text: str
+
+
+class TransferParams(_Answer):
+    """What vLLM's offloading connector takes as a request's `kv_transfer_params`: load at most so many tokens."""
+
+    max_load_tokens: int
+
+
+class Choice(_Answer):
+    """What one instance should do.
+
+    `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for an equal one in
+    flight instead of moving the same bytes again. `meets_slo` is null where no objective was given.
+    """
+
+    deployment: str
+    instance: str
+    path: PathName
+    load: list[Segment]
+    load_tokens: int
+    group_layers: int
+    recompute_tokens: int
+    executor: ExecutorName
+    ttft_s: float
+    exposed_s: float
+    joined: bool
+    device_busy_s: float
+    meets_slo: bool | None
+    estimates: Estimates
+    unavailable: dict[PathName, str]
+    crossover_tokens: int | None
+    crossover_note: str
+    break_even_bytes_per_s: float | None
+    break_even_note: str
+    calibrated: bool
+    parameters_from: dict[str, Parameter]
+    notes: list[str]
+    reason: str
+    kv_transfer_params: TransferParams | UnsetType = UNSET
+
+
+class Decision(Choice, kw_only=True):
+    """The choice for the instance asked about, or for the best of the candidates, which are then all listed, best
+    first. `expires_in_s` is how long a reservation lasts, null where nothing was reserved."""
+
+    decision_id: str
+    expires_in_s: float | None
+    candidates: list[Choice] | UnsetType = UNSET
+
+
+class Decisions(_Answer):
+    """The answers to a batch as columns. `tier` is null where nothing is loaded."""
+
+    deployment: str
+    executor: ExecutorName
+    path: list[PathName]
+    load_tokens: list[int]
+    recompute_tokens: list[int]
+    ttft_s: list[float]
+    tier: list[str | None]
+
+
+class Refused(_Answer):
+    """One record that was not taken: its place in the list, the field at fault, and why."""
+
+    index: int
+    field: str
+    reason: str
+
+
+class Observed(_Answer):
+    """How many records were taken (those known already among them), and which were not."""
+
+    accepted: int
+    duplicates: int
+    refused: list[Refused]
+
+
+class LinkAnswer(_Answer):
+    """One link of a deployment: whose it is, and its rate and where that came from."""
+
+    scope: str
+    rate_bytes_per_s: float
+    source: str
+
+
+class DeploymentAnswer(_Answer):
+    """One deployment as it is served."""
+
+    name: str
+    aliases: list[str]
+    model: str
+    machine: str
+    engine: str
+    tensor_parallel_size: int
+    kv_cache_dtype: str
+    executor: ExecutorName
+    prefill_chunk_tokens: int | None
+    load_unit_tokens: int
+    tiers: dict[str, str]
+    links: dict[str, LinkAnswer]
+
+
+class CalibrationAnswer(_Answer):
+    """What a deployment is decided by: `record` is null where nothing was measured and the profile stands.
+
+    `age_s` counts from when the record was measured.
+    """
+
+    deployment: str
+    source: str
+    age_s: float | None
+    observations: int
+    refused: dict[str, int]
+    record: dict[str, Any] | None
+
+
+class Deployments(_Answer):
+    deployments: list[DeploymentAnswer]
+
+
+class Models(_Answer):
+    """What each model that is served weighs, and the names of those built in."""
+
+    models: list[dict[str, Any]]
+    built_in: list[str]
+
+
+class Machines(_Answer):
+    """Each machine that is served, with the source of every number, and the names of those built in."""
+
+    machines: list[dict[str, Any]]
+    built_in: list[str]
+
+
+class Calibrations(_Answer):
+    calibrations: list[CalibrationAnswer]
+
+
+class Health(_Answer):
+    status: str
+
+
+class Problem(msgspec.Struct, rename={"kind": "type"}):
+    """A refusal (RFC 9457): `code` is stable, `pointer` is the JSON pointer to the field at fault."""
+
+    kind: str
+    title: str
+    status: Annotated[int, Meta(ge=400, le=599)]
+    code: str
+    detail: str
+    pointer: str | UnsetType = UNSET

@@ -1,0 +1,295 @@
+"""The endpoint: which request is answered by what, and what every one of them must pass first."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import time
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from kvlane.policy.service import answers, problems, report, types
+from kvlane.policy.service.metrics import count, registry
+from kvlane.policy.service.openapi import Operation, document
+from kvlane.policy.service.problems import ProblemError
+from kvlane.policy.service.service import Service
+from kvlane.policy.service.wire import JSON, Connection, Heads, Reply, fields
+
+log = logging.getLogger("kvlane.serve")
+
+# W3C trace context: version, trace id, parent id, flags.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 0x01
+
+_encode = msgspec.json.Encoder().encode
+
+EXAMPLE = {
+    "prompt_tokens": 12370,
+    "hits": [{"tier": "host", "tokens": 12368}],
+    "state": {"device_busy_s": 0.02, "links": {"pcie5-x16": {"queued_bytes": 1e9}}},
+}
+
+DECIDE = Operation(
+    "POST",
+    "/v1/decide",
+    "decide",
+    "Say whether to load, recompute or split one request's prefix, on one instance or on the best of several.",
+    takes=types.DecideRequest,
+    gives=answers.Decision,
+    problems=("unknown_deployment", "request_id_conflict"),
+    example=EXAMPLE,
+)
+RELEASE = Operation(
+    "DELETE",
+    "/v1/decisions/{id}",
+    "release",
+    "Release what a decision reserved.",
+    status=204,
+    problems=("unknown_decision",),
+)
+OBSERVE = Operation(
+    "POST",
+    "/v1/observe",
+    "observe",
+    "Say what transfers and prefills took, and what became of decisions.",
+    takes=list[types.Observation],
+    gives=answers.Observed,
+    status=202,
+    observes=True,
+)
+OPERATIONS = (
+    DECIDE,
+    RELEASE,
+    OBSERVE,
+    Operation("GET", "/v1/deployments", "deployments", "What is decided for.", gives=answers.Deployments),
+    Operation("GET", "/v1/models", "models", "What the models served weigh.", gives=answers.Models),
+    Operation("GET", "/v1/machines", "machines", "What the machines served can do.", gives=answers.Machines),
+    Operation(
+        "GET",
+        "/v1/calibration",
+        "calibration",
+        "What the deployments are decided by, and how old it is.",
+        gives=answers.Calibrations,
+    ),
+    Operation("GET", "/healthz", "healthz", "Whether the process answers.", gives=answers.Health, open=True),
+    Operation(
+        "GET",
+        "/readyz",
+        "readyz",
+        "Whether it should be asked: it is neither starting nor stopping.",
+        gives=answers.Health,
+        open=True,
+        problems=("not_ready",),
+    ),
+    Operation("GET", "/openapi.json", "openapi", "This document."),
+    Operation("GET", "/metrics", "metrics", "Metrics for Prometheus.", content_type=CONTENT_TYPE_LATEST),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What answers one operation: `act` is given the body and makes the answer's."""
+
+    operation: Operation
+    act: Callable[[bytes], bytes]
+
+
+class Endpoint:
+    """Answers requests. `draining` says that connections are not kept any longer."""
+
+    def __init__(self, service: Service, heads: Heads) -> None:
+        self.service = service
+        self.draining = False
+        self._heads = heads
+        self._in_flight = 0
+        self._registry = registry(service.cells, service.gauges)
+        self._decide = msgspec.json.Decoder(types.DecideRequest)
+        self._observe = msgspec.json.Decoder(list[types.Observation])
+        acts: dict[str, Callable[[bytes], bytes]] = {
+            "decide": self._on_decide,
+            "observe": self._on_observe,
+            "deployments": lambda _: _encode(report.deployments(self._served())),
+            "models": lambda _: _encode(report.models(self._served())),
+            "machines": lambda _: _encode(report.machines(self._served())),
+            "calibration": lambda _: _encode(report.calibrations(service.intake.learners.values(), time())),
+            "healthz": lambda _: b'{"status":"ok"}',
+            "readyz": self._on_ready,
+            "openapi": lambda _: _encode(document(OPERATIONS, needs_token=service.gate.needs_token)),
+            "metrics": lambda _: generate_latest(self._registry),
+        }
+        self._routes = {
+            (each.method, each.path): _Route(each, acts[each.name])
+            for each in OPERATIONS
+            if each.name in acts
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The answer to one request, a problem like any other."""
+        extra = b""
+        status, content_type = 200, JSON
+        self._in_flight += 1
+        try:
+            gate = self.service.gate
+            gate.check_host(request)
+            route = self._routes.get((request.method, request.raw_path)) or self._find(request)
+            operation = route.operation
+            if operation.observes:
+                gate.check_observer(request)
+            elif not operation.open:
+                gate.check_token(request)
+            body = b""
+            if operation.takes is not None:
+                if self._in_flight > self.service.settings.limits.in_flight:
+                    raise ProblemError(
+                        "too_many_requests",
+                        "too many requests are on their way",
+                        headers={"Retry-After": "1"},
+                    )
+                body = await self._body(request)
+            answer = route.act(body)
+            status, content_type = operation.status, operation.content_type
+            trace = request.headers.get("traceparent")
+            if trace is not None:
+                extra = self._trace(trace, operation, answer)
+        except ProblemError as problem:
+            answer, extra = self._refused(problem)
+            status, content_type = problem.status, problems.CONTENT_TYPE
+        except Exception:
+            log.exception("request failed", extra={"path": request.raw_path[:200]})
+            failure = ProblemError("internal_error", "the endpoint failed; its log says why")
+            answer, extra = self._refused(failure)
+            status, content_type = failure.status, problems.CONTENT_TYPE
+        finally:
+            self._in_flight -= 1
+            cast(Connection, request.protocol).heard_at = None
+        return Reply(
+            self._heads.head(status, content_type),
+            answer,
+            extra,
+            keep_alive=request.keep_alive and not self.draining,
+        )
+
+    def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
+        """A refusal's body and its header lines."""
+        count(self.service.cells.problems, problem.code)
+        return problem.body(), fields(problem.headers)
+
+    def _served(self) -> list[Any]:
+        return [learner.deployment for learner in self.service.intake.learners.values()]
+
+    def _find(self, request: web.BaseRequest) -> _Route:
+        """The route of a path that holds a parameter or a query; raises `ProblemError` where there is none."""
+        path = request.raw_path.partition("?")[0]
+        if path.startswith("/v1/decisions/") and path.count("/") == 3 and not path.endswith("/"):
+            if request.method != "DELETE":
+                raise _not_allowed(request.method, ["DELETE"])
+            decision_id = path.rpartition("/")[2]
+            return _Route(RELEASE, lambda _: self._on_release(decision_id))
+        found = self._routes.get((request.method, path))
+        if found is not None:
+            return found
+        allowed = [method for method, known in self._routes if known == path]
+        if allowed:
+            raise _not_allowed(request.method, allowed)
+        raise ProblemError("not_found", f"{path[:200]!r} is none of /openapi.json's paths")
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """The body, declared as plain JSON and within the limit; raises `ProblemError`.
+
+        JSON must be declared: a browser asks first before it sends that to another origin, and is told nothing.
+        """
+        headers = request.headers
+        declared = headers.get("Content-Type", "")
+        if declared != JSON and declared.partition(";")[0].strip().lower() != JSON:
+            raise ProblemError("unsupported_media_type", f"Content-Type is {declared[:80]!r}, not {JSON}")
+        content = request.content
+        most = self.service.settings.limits.body_bytes
+        if content.is_eof():
+            body = content.read_nowait()
+        else:
+            if (request.content_length or 0) > most:
+                raise _too_large(most)
+            if headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            parts: list[bytes] = []
+            size = 0
+            try:
+                while not content.at_eof():
+                    part = await content.readany()
+                    size += len(part)
+                    if size > most:
+                        raise _too_large(most)
+                    parts.append(part)
+            except web.RequestPayloadError as error:
+                raise ProblemError("malformed_request", f"the body breaks off: {error}") from None
+            body = b"".join(parts)
+        if len(body) > most:
+            raise _too_large(most)
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ProblemError("unsupported_media_type", "a body is taken as it is, not compressed")
+        return body
+
+    def _on_decide(self, body: bytes) -> bytes:
+        try:
+            asked = self._decide.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise problems.of_decode_error(error, body, types.DecideRequest) from None
+        return self.service.desk.decide(asked)
+
+    def _on_observe(self, body: bytes) -> bytes:
+        kind = list[types.Observation]
+        try:
+            records = self._observe.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise problems.of_decode_error(error, body, kind) from None
+        most = self.service.settings.limits.observations
+        if len(records) > most:
+            raise ProblemError("invalid_value", f"{len(records)} records are more than {most}", "")
+        if self.service.unwritten:
+            raise ProblemError(
+                "not_ready", "what is observed cannot be written at the moment", headers={"Retry-After": "5"}
+            )
+        return self.service.intake.observe(records)
+
+    def _on_release(self, decision_id: str) -> bytes:
+        if not self.service.desk.release(decision_id):
+            raise ProblemError("unknown_decision", "it has been released, observed, or has expired")
+        return b""
+
+    def _on_ready(self, _: bytes) -> bytes:
+        if self.draining:
+            raise ProblemError("not_ready", "it is stopping")
+        return b'{"status":"ready"}'
+
+    def _trace(self, trace: str, operation: Operation, answer: bytes) -> bytes:
+        """Logs the ids of a request that is traced, and gives its traceparent back; one that is none is ignored."""
+        found = _TRACEPARENT.fullmatch(trace)
+        if found is None:
+            return b""
+        level = logging.INFO if int(found[3], 16) & _SAMPLED else logging.DEBUG
+        if log.isEnabledFor(level):
+            ids = {"trace_id": found[1], "parent_id": found[2]}
+            if operation is DECIDE:
+                ids["decision_id"] = msgspec.json.decode(answer, type=_Id).decision_id
+            log.log(level, operation.name, extra=ids)
+        return fields({"traceparent": trace})
+
+
+class _Id(msgspec.Struct):
+    decision_id: str
+
+
+def _not_allowed(method: str, allowed: list[str]) -> ProblemError:
+    listed = ", ".join(allowed)
+    return ProblemError(
+        "method_not_allowed", f"it takes {listed}, not {method[:20]}", headers={"Allow": listed}
+    )
+
+
+def _too_large(most: int) -> ProblemError:
+    return ProblemError("body_too_large", f"the body is larger than {most} bytes")

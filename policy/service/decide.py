@@ -1,0 +1,322 @@
+"""Answering `/v1/decide`: one instance or many candidates assigned by the ledger, booked, counted and remembered."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from time import monotonic, perf_counter
+
+import msgspec
+from msgspec import UNSET
+
+from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assign, queues
+from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, LinkKey
+from kvlane.policy.errors import InputError
+from kvlane.policy.ledger import Ledger
+from kvlane.policy.objective import SOONEST, Aim
+from kvlane.policy.plan import Executor, Path, Request
+from kvlane.policy.planner import Planner
+from kvlane.policy.service.answer import answered, decided
+from kvlane.policy.service.answers import Choice
+from kvlane.policy.service.breakers import Breakers
+from kvlane.policy.service.config import Limits
+from kvlane.policy.service.deployments import Deployment
+from kvlane.policy.service.metrics import Cells
+from kvlane.policy.service.metrics import count as one_more
+from kvlane.policy.service.problems import Path as Where
+from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
+from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
+from kvlane.policy.units import LONGEST_S
+
+_encode = msgspec.json.Encoder().encode
+
+_Ranked = tuple[Candidate, Assignment, Seen]
+
+
+@dataclass(slots=True)
+class Made:
+    """A decision as far as it is remembered: to score what became of it, and to end what it booked."""
+
+    deployment: Deployment
+    path: Path
+    ttft_s: float
+    load_tokens: int
+    unit: int
+    links: tuple[LinkKey, ...]
+    request_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Promised:
+    """The answer given under a request id, and what was asked."""
+
+    digest: bytes
+    answer: bytes
+    until_s: float
+
+
+class Desk:
+    """Decides, with one ledger for all deployments. Its clock is monotonic; nothing here waits."""
+
+    def __init__(self, deployments: Mapping[str, Deployment], limits: Limits, cells: Cells) -> None:
+        self.ledger = Ledger(most=limits.reservations)
+        self.breakers = Breakers()
+        self.cells = cells
+        self.made: OrderedDict[str, Made] = OrderedDict()
+        self._promised: OrderedDict[str, _Promised] = OrderedDict()
+        # Ids of another run must not be taken for this one's.
+        self._stem = secrets.token_hex(6) + "-"
+        self._numbers = count(1)
+        self.serve(deployments, limits)
+
+    def serve(self, deployments: Mapping[str, Deployment], limits: Limits) -> None:
+        """Decides for these deployments from now on; the ledger and what is remembered stay."""
+        self.deployments = deployments
+        self.limits = limits
+        names = {deployment.name: deployment for deployment in deployments.values()}
+        self._only = next(iter(names.values())) if len(names) == 1 else None
+        self._names = ", ".join(names)[:200]
+        for name in names:
+            self.cells.deployment(name)
+
+    def deployment(self, name: str | None) -> Deployment:
+        """The deployment of that name or alias, or the only one; raises `ProblemError`."""
+        if name is None:
+            if self._only is None:
+                raise ProblemError(
+                    "invalid_value", f"is missing, and there are several: {self._names}", "/deployment"
+                )
+            return self._only
+        found = self.deployments.get(name)
+        if found is None:
+            raise ProblemError(
+                "unknown_deployment", f"there is no deployment {name!r}, but {self._names}", "/deployment"
+            )
+        return found
+
+    def decide(self, asked: DecideRequest) -> bytes:
+        """The answer as JSON; raises `ProblemError`."""
+        started = perf_counter()
+        now = monotonic()
+        request_id, digest = asked.request_id, b""
+        if request_id is not None:
+            digest = blake2b(_encode(asked), digest_size=16).digest()
+            known = self._promise(request_id, digest, now)
+            if known is not None:
+                return known
+        deployment = self.deployment(asked.deployment)
+        executor: Executor = asked.executor or deployment.executor
+        planner = deployment.in_force.planners[executor]
+        choices: list[Choice] | None = None
+        if asked.candidates is UNSET:
+            best, seen = self._assign(deployment, planner, asked, asked, (), now)
+            choice = answered(deployment, best, asked.hits, asked.ttft_slo_s)
+        else:
+            ranked = list(self._each(deployment, planner, asked, now))
+            ranked.sort(key=_ttft)
+            _, best, seen = ranked[0]
+            choices = [answered(deployment, each, spot.hits, asked.ttft_slo_s) for spot, each, _ in ranked]
+            choice = choices[0]
+        decision_id = f"{self._stem}{next(self._numbers):x}"
+        lifetime_s = max(EXPIRY_TTFTS * best.plan.ttft_s, EXPIRY_LEAST_S)
+        if asked.reserve:
+            booking = best.booking(planner, prefix_id=asked.prefix_id, seen=seen)
+            self.ledger.reserve(decision_id, booking, now)
+        answer = decided(choice, decision_id, lifetime_s if asked.reserve else None, choices)
+        self._remember(decision_id, deployment, planner, best, request_id, now)
+        if request_id is not None:
+            self._promised[request_id] = _Promised(digest, answer, now + lifetime_s)
+            if len(self._promised) > self.limits.request_ids:
+                self._promised.popitem(last=False)
+        self.cells.latency_s.observe(perf_counter() - started)
+        return answer
+
+    def release(self, decision_id: str) -> bool:
+        """Ends what a decision booked; False when there is no such decision (any more)."""
+        made = self.made.pop(decision_id, None)
+        if made is not None and made.request_id is not None:
+            self._promised.pop(made.request_id, None)
+        return self.ledger.release(decision_id, monotonic()) or made is not None
+
+    def _promise(self, request_id: str, digest: bytes, now: float) -> bytes | None:
+        """What was answered under that id, if it still holds."""
+        known = self._promised.get(request_id)
+        if known is None:
+            return None
+        if known.until_s <= now:
+            del self._promised[request_id]
+            return None
+        if known.digest != digest:
+            raise ProblemError(
+                "request_id_conflict", f"{request_id!r} was used with another body", "/request_id"
+            )
+        return known.answer
+
+    def _each(
+        self, deployment: Deployment, planner: Planner, asked: DecideRequest, now: float
+    ) -> Iterator[_Ranked]:
+        """Every candidate assigned; raises `ProblemError`."""
+        assert asked.candidates is not UNSET
+        for name in ("instance", "node", "resident_tokens", "hits", "state"):
+            if getattr(asked, name):
+                raise ProblemError(
+                    "invalid_value", "stands beside candidates, which have their own", f"/{name}"
+                )
+        most = self.limits.candidates
+        if len(asked.candidates) > most:
+            raise ProblemError(
+                "invalid_value", f"{len(asked.candidates)} are more than {most}", "/candidates"
+            )
+        for index, spot in enumerate(asked.candidates):
+            found, seen = self._assign(deployment, planner, asked, spot, ("candidates", index), now)
+            yield spot, found, seen
+
+    def _assign(
+        self,
+        deployment: Deployment,
+        planner: Planner,
+        asked: DecideRequest,
+        spot: DecideRequest | Candidate,
+        base: Where,
+        now: float,
+    ) -> tuple[Assignment, Seen]:
+        """What one instance should do, and what the request says is waiting there."""
+        place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
+        notes: list[str] = []
+        hits, checkpoints = self._hits(deployment, spot.hits, place, base, notes, now)
+        seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state)
+        busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
+        aim = SOONEST
+        if asked.objective != "ttft" or asked.ttft_slo_s is not None:
+            aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(place, spot.state, now))
+        try:
+            request = Request(
+                prompt_tokens=asked.prompt_tokens,
+                hits=hits,
+                resident_tokens=spot.resident_tokens,
+                load_unit_tokens=asked.load_unit_tokens or deployment.settings.load_unit_tokens,
+                prefill_chunk_tokens=deployment.settings.prefill_chunk_tokens,
+                state_checkpoints=checkpoints,
+                link_queue_s=queued_s,
+                device_busy_s=min(busy_s, LONGEST_S),
+            )
+            found = assign(self.ledger, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
+        except InputError as error:
+            raise _located(error, spot.hits, base) from None
+        if notes:
+            found.plan.notes += tuple(notes)
+        return found, seen
+
+    def _hits(
+        self,
+        deployment: Deployment,
+        listed: list[Hit],
+        place: Place,
+        base: Where,
+        notes: list[str],
+        now: float,
+    ) -> tuple[dict[str, int | tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """The hits that may be loaded, and their state checkpoints; why others may not goes into `notes`."""
+        hits: dict[str, int | tuple[int, ...]] = {}
+        checkpoints: dict[str, tuple[int, ...]] = {}
+        tiers = deployment.told.machine.tiers
+        for index, hit in enumerate(listed):
+            tier = tiers.get(hit.tier)
+            if tier is None or any(other.tier == hit.tier for other in listed[:index]):
+                problem = "is named twice" if tier is not None else "is no tier of the deployment"
+                raise ProblemError(
+                    "invalid_value",
+                    f"{hit.tier!r} {problem} (expected {', '.join(tiers)}, each once)",
+                    pointer(*base, "hits", index, "tier"),
+                )
+            if hit.state != "hit":
+                notes.append(f"{hit.tier}: {hit.state}, so that it cannot be loaded")
+            elif self.breakers and not self.breakers.allows(place.link(tier.link), now):
+                notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
+                one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
+            else:
+                hits[hit.tier] = tuple(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
+                if hit.state_checkpoints:
+                    checkpoints[hit.tier] = tuple(hit.state_checkpoints)
+        return hits, checkpoints
+
+    def _beside(self, place: Place, state: State | None, now: float) -> int:
+        """Requests that run or wait on the instance."""
+        if state is not None and (
+            state.num_requests_waiting is not None or state.num_requests_running is not None
+        ):
+            return (state.num_requests_waiting or 0) + (state.num_requests_running or 0)
+        return self.ledger.waiting(place.instance, now)
+
+    def _remember(
+        self,
+        decision_id: str,
+        deployment: Deployment,
+        planner: Planner,
+        best: Assignment,
+        request_id: str | None,
+        now: float,
+    ) -> None:
+        plan = best.plan
+        links: tuple[LinkKey, ...] = ()
+        if plan.load:
+            tiers = planner.machine.tiers
+            links = tuple({best.place.link(tiers[segment.tier].link) for segment in plan.load})
+            if self.breakers:
+                for link in links:
+                    self.breakers.probing(link, now)
+        self.made[decision_id] = Made(
+            deployment,
+            plan.path,
+            plan.ttft_s,
+            plan.load_tokens,
+            best.request.load_unit_tokens,
+            links,
+            request_id,
+        )
+        if len(self.made) > self.limits.remembered:
+            self.made.popitem(last=False)
+        cells = self.cells.deployment(deployment.name).paths
+        chosen = cells[plan.path]
+        one_more(chosen.by_tier, plan.load[0].tier if plan.load else "")
+        chosen.predicted_s.observe(plan.ttft_s)
+        others = [found for found in plan.estimates.values() if found is not None and found.path != plan.path]
+        if others:
+            rejected = min(others, key=lambda found: found.ttft_s)
+            cells[rejected.path].rejected_s.observe(rejected.ttft_s)
+
+
+def _ttft(each: _Ranked) -> float:
+    return each[1].plan.ttft_s
+
+
+def _seen(deployment: Deployment, planner: Planner, state: State) -> Seen:
+    """The request's own words on what is waiting, in seconds; links the machine does not have are of no effect."""
+    byte_s = deployment.in_force.byte_s
+    busy_s = state.device_busy_s
+    if busy_s is None and state.queued_prefill_tokens is not None:
+        chunk = deployment.settings.prefill_chunk_tokens
+        busy_s = min(planner.prefill.prefill_s(0, state.queued_prefill_tokens, chunk), LONGEST_S)
+    return Seen(
+        busy_s,
+        {
+            name: min(link.queued_bytes * byte_s[name], LONGEST_S)
+            for name, link in state.links.items()
+            if name in byte_s
+        },
+    )
+
+
+def _located(error: InputError, hits: list[Hit], base: Where) -> ProblemError:
+    """The planner's refusal, with hits found by their place in the list."""
+    fields: dict[str, Where] = {}
+    for index, hit in enumerate(hits):
+        fields[f"hits.{hit.tier}"] = ("hits", index, "tokens")
+        fields[f"state_checkpoints.{hit.tier}"] = ("hits", index, "state_checkpoints")
+    if error.field in ("prompt_tokens", "load_unit_tokens"):
+        base = ()
+    return of_input_error(error, fields, base)
