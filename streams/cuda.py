@@ -222,6 +222,7 @@ class CudaBackend:
         with lane.lock:
             if lane.closed:
                 raise KvSafetyError(f"stream {lane.name} is closed: what it is given would never run")
+            self._sweep(lane)
             self._record(first, lane.lane.stream)
             failure: BaseException | None = None
             try:
@@ -236,7 +237,6 @@ class CudaBackend:
                 return
             # Until it has fired, however early the caller lets go of its own: the device knows of no references.
             lane.in_use.append((mark, held))
-            self._sweep(lane)
 
     def _sweep(self, stream: CudaStream) -> None:
         """Let go of what copies that are done have used; under the stream's lock."""
