@@ -86,7 +86,7 @@ def calibrate(
         str | None,
         typer.Option(
             help="A built-in model, its Hugging Face id, or a config.json, with random weights"
-            " [the reproduction's own small model]."
+            " [the reproduction's own small model; on cuda llama-3.1-8b]."
         ),
     ] = None,
     tokens: Annotated[
@@ -113,6 +113,7 @@ def calibrate(
     try:
         from kvlane.bench import observations as observed
         from kvlane.bench.calibrate import SEED, Options, calibrate_cpu, check_device, summary
+        from kvlane.bench.device_calibrate import DEFAULT_MODEL, calibrate_device
         from kvlane.bench.shape import Shape
         from kvlane.bench.subject import demo_subject, named_subject
         from kvlane.policy.calibration_record import write
@@ -130,12 +131,15 @@ def calibrate(
         reps=reps if reps is not None else 2 if quick else 4,
     )
     file_check(out)
-    if model is not None:
-        subject = named_subject(model, options.tokens, SEED)
+    if device == "cuda":
+        record = calibrate_device(model if model is not None else DEFAULT_MODEL, options, time.time())
     else:
-        depth = layers if layers is not None else 4 if quick else 16
-        subject = demo_subject(Shape(depth, hidden, heads, kv_heads, ffn, vocab), options.tokens, SEED)
-    record = calibrate_cpu(subject, options, time.time())
+        if model is not None:
+            subject = named_subject(model, options.tokens, SEED)
+        else:
+            depth = layers if layers is not None else 4 if quick else 16
+            subject = demo_subject(Shape(depth, hidden, heads, kv_heads, ffn, vocab), options.tokens, SEED)
+        record = calibrate_cpu(subject, options, time.time())
     write(record, out)
     print(summary(record, out))
 

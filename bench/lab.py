@@ -18,6 +18,7 @@ from kvlane.policy.calibration import PrefillSample, TransferSample
 from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.cuda import CudaBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
 from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
@@ -79,7 +80,7 @@ class AloneTimes:
 
 
 class Lab:
-    """A model's engine on a CPU backend of its own, with the link that backend has.
+    """A model's engine on a CPU backend of its own, with the link that backend has, or on a backend it is given.
 
     Close it, or use it as a context manager: it owns threads.
     """
@@ -90,8 +91,9 @@ class Lab:
         capacity_tokens: int,
         weights_revision: str,
         link_bytes_per_s: float | None = None,
+        backend: CudaBackend | None = None,
     ) -> None:
-        self.backend = CpuBackend(link_bytes_per_s)
+        self.backend = CpuBackend(link_bytes_per_s) if backend is None else backend
         self.engine = TransformersEngine(
             model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
         )

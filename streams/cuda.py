@@ -111,6 +111,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    link_bytes_per_s: float | None = None  # its link is the device's own, and paced by nobody
 
     def __init__(self, index: int = 0, methods: MethodTable | None = None) -> None:
         self.device = check_cuda(index)
