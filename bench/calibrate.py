@@ -16,6 +16,7 @@ from kvlane.bench.host import fingerprint, machine
 from kvlane.bench.lab import Ids, Lab
 from kvlane.bench.progress import Steps
 from kvlane.bench.subject import Subject
+from kvlane.bench.tuning import Tick
 from kvlane.policy.calibration import Calibrator, LinkCalibrator, PrefillCalibrator, TransferSample
 from kvlane.policy.calibration_build import build_record
 from kvlane.policy.calibration_record import Record
@@ -95,7 +96,7 @@ def calibrate_cpu(subject: Subject, options: Options, at_s: float) -> Record:
 
 
 def calibrate_lab(
-    subject: Subject, options: Options, at_s: float, lab: Lab, step: Steps, device: str | None = None
+    subject: Subject, options: Options, at_s: float, lab: Lab, step: Tick, device: str | None = None
 ) -> Record:
     """Measures the subject on whatever the lab computes on, `device` by name and one CPU thread if None.
 
@@ -107,7 +108,7 @@ def calibrate_lab(
 class _Calibration:
     """One calibration under way."""
 
-    def __init__(self, subject: Subject, options: Options, lab: Lab, step: Steps) -> None:
+    def __init__(self, subject: Subject, options: Options, lab: Lab, step: Tick) -> None:
         self.subject, self.options, self.lab, self.step = subject, options, lab, step
         self.store = HostStore(UNIT_TOKENS, allocate=lab.backend.host_bytes)
         self.ids = _prompt(subject, options.tokens)
