@@ -193,7 +193,7 @@ def _links(random: Random, layout: KvLayout) -> dict[str, SimulatedLink]:
             layer_bytes / (LAYER_S * 10 ** random.uniform(-1.2, 0.7)),
             random.choice((0.0, 0.02 * LAYER_S)),
             random.choice((0.0, 0.3 * LAYER_S)),
-            sharing,
+            sharing=sharing,
         )
 
     if random.random() < 0.3:
