@@ -16,12 +16,14 @@ from kvlane.bench.host import fingerprint, machine
 from kvlane.bench.lab import Ids, Lab
 from kvlane.bench.progress import Steps
 from kvlane.bench.subject import Subject
+from kvlane.bench.tuning import Tick
 from kvlane.policy.calibration import Calibrator, LinkCalibrator, PrefillCalibrator, TransferSample
 from kvlane.policy.calibration_build import build_record
 from kvlane.policy.calibration_record import Record
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Tier
 from kvlane.policy.units import show_rate, show_seconds
+from kvlane.streams.cuda_setup import check_cuda
 from kvlane.streams.probe import probe_link
 from kvlane.transfer.host import HostStore
 
@@ -69,12 +71,13 @@ class Options:
 
 def check_device(device: str) -> None:
     """Raises `InputError` naming `--device` for one that cannot be measured here."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("--device", "there is no CUDA device here", "cpu, or a machine that has one")
-        raise InputError("--device", "this version cannot measure a CUDA device yet", "cpu")
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise InputError("--device", f"{device!r} is not a device", "cpu or cuda")
+    if device == "cuda":
+        try:
+            check_cuda()
+        except InputError as error:
+            raise InputError("--device", error.problem, f"cpu, or {error.expected}") from None
 
 
 def calibrate_cpu(subject: Subject, options: Options, at_s: float) -> Record:
@@ -86,18 +89,28 @@ def calibrate_cpu(subject: Subject, options: Options, at_s: float) -> Record:
     # The copies' thread must not wait 5 ms for the interpreter while the compute thread runs Python.
     sys.setswitchinterval(5e-4)
     with (
-        Steps(_total_work(subject, options)) as step,
+        Steps(total_work(subject, options)) as step,
         Lab(subject.model, options.tokens, f"seed-{SEED}") as lab,
     ):
-        return _Calibration(subject, options, lab, step).run(at_s)
+        return calibrate_lab(subject, options, at_s, lab, step)
+
+
+def calibrate_lab(
+    subject: Subject, options: Options, at_s: float, lab: Lab, step: Tick, device: str | None = None
+) -> Record:
+    """Measures the subject on whatever the lab computes on, `device` by name and one CPU thread if None.
+
+    Raises `InputError` naming `samples` when what came out shows no cost.
+    """
+    return _Calibration(subject, options, lab, step).run(at_s, device)
 
 
 class _Calibration:
     """One calibration under way."""
 
-    def __init__(self, subject: Subject, options: Options, lab: Lab, step: Steps) -> None:
+    def __init__(self, subject: Subject, options: Options, lab: Lab, step: Tick) -> None:
         self.subject, self.options, self.lab, self.step = subject, options, lab, step
-        self.store = HostStore(UNIT_TOKENS)
+        self.store = HostStore(UNIT_TOKENS, allocate=lab.backend.host_bytes)
         self.ids = _prompt(subject, options.tokens)
         # No recency: all of it is measured in one go. With a prefix transformers builds a mask, and the CPU kernel
         # then computes masked entries too. Nobody states a CPU thread's peak, nor its memory's.
@@ -107,7 +120,7 @@ class _Calibration:
         self.link = LinkCalibrator(LINK, half_life=None, window=4096)
         self.calibrator = Calibrator(self.prefill, [self.link])
 
-    def run(self, at_s: float) -> Record:
+    def run(self, at_s: float, device: str | None) -> Record:
         heads = self._passes([(0, length) for length in fresh_lengths(self.options.tokens)])
         self.lab.recompute(self.ids)
         self.lab.keep(self.store, self.ids, self.options.tokens)
@@ -118,7 +131,7 @@ class _Calibration:
         # A lookup is part of every load.
         observed = self.link.estimate().with_latency(self.lab.lookup_s(self.store, self.ids))
         return build_record(
-            fingerprint(machine(), self.subject.name, self.subject.spec.weight_dtype),
+            fingerprint(machine(), self.subject.name, self.subject.spec.weight_dtype, device),
             at_s,
             prefill=(self.prefill.estimate(), self.prefill.cost()),
             links={LINK: observed},
@@ -226,7 +239,7 @@ def _prompt(subject: Subject, tokens: int) -> Ids:
     return ids
 
 
-def _total_work(subject: Subject, options: Options) -> float:
+def total_work(subject: Subject, options: Options) -> float:
     """FLOP of everything to come, for the progress bar."""
     passes = [(0, length) for length in fresh_lengths(options.tokens)] + extend_points(options.tokens)
     once = subject.spec.prefill_flop(0, options.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -41,16 +42,28 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option(help="A small model and a short prompt: seconds instead of minutes.")
     ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="On cuda: a built-in model or a config.json, random weights; again for more"
+            " [llama-3.1-8b and qwen3-32b]."
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for results.json, report.txt, timeline.png and so on.")
     ] = Path("results"),
 ) -> None:
-    """The 12,370-token result on this CPU: recompute, load in bulk, load by layer, and the policy's choice."""
+    """The 12,370-token result on this CPU: recompute, load in bulk, load by layer, and the policy's choice.
+
+    On cuda with models of full size: recompute, load in bulk and by layer, and compute the front while the rest loads.
+    """
     try:
         # The only place that needs torch and transformers, both of them extras. torch first: transformers has words
         # of its own for its absence.
         import torch  # noqa: F401
 
+        from kvlane.bench.calibrate import check_device
         from kvlane.bench.measuring import WrongAnswerError
         from kvlane.bench.reproduce import Options, check, reproduce
         from kvlane.bench.results import write
@@ -58,6 +71,10 @@ def reproduce(
         from kvlane.streams.executor import LoadError
     except ImportError as error:
         raise InputError("reproduce", f"needs {error.name}", "pip install 'kvlane[transformers]'") from None
+    check_device(device)
+    if device == "cuda":
+        _reproduce_on_device(model or (), tokens, reps, out)
+        return
     rate = None if link == "memcpy" else parse_rate(link, "--link")
     options = Options(
         tokens=tokens if tokens is not None else 2048 if quick else 12_370,
@@ -78,6 +95,17 @@ def reproduce(
     print(write(reproduction, out))
 
 
+def _reproduce_on_device(models: Sequence[str], tokens: int | None, reps: int, out: Path) -> None:
+    from kvlane.bench.cli_device import reproduce_on_device
+    from kvlane.bench.device_reproduce import Options
+
+    options = Options(tokens=tokens if tokens is not None else 12_370, reps=reps)
+    write_check(out)
+    if not reproduce_on_device(models, options, out):
+        print("kvlane-bench: wrong answer: see the problems above", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="The record to write, for kvlane decide --calibration.")],
@@ -86,7 +114,7 @@ def calibrate(
         str | None,
         typer.Option(
             help="A built-in model, its Hugging Face id, or a config.json, with random weights"
-            " [the reproduction's own small model]."
+            " [the reproduction's own small model; on cuda llama-3.1-8b]."
         ),
     ] = None,
     tokens: Annotated[
@@ -113,6 +141,7 @@ def calibrate(
     try:
         from kvlane.bench import observations as observed
         from kvlane.bench.calibrate import SEED, Options, calibrate_cpu, check_device, summary
+        from kvlane.bench.device_calibrate import DEFAULT_MODEL, calibrate_device
         from kvlane.bench.shape import Shape
         from kvlane.bench.subject import demo_subject, named_subject
         from kvlane.policy.calibration_record import write
@@ -130,12 +159,15 @@ def calibrate(
         reps=reps if reps is not None else 2 if quick else 4,
     )
     file_check(out)
-    if model is not None:
-        subject = named_subject(model, options.tokens, SEED)
+    if device == "cuda":
+        record = calibrate_device(model if model is not None else DEFAULT_MODEL, options, time.time())
     else:
-        depth = layers if layers is not None else 4 if quick else 16
-        subject = demo_subject(Shape(depth, hidden, heads, kv_heads, ffn, vocab), options.tokens, SEED)
-    record = calibrate_cpu(subject, options, time.time())
+        if model is not None:
+            subject = named_subject(model, options.tokens, SEED)
+        else:
+            depth = layers if layers is not None else 4 if quick else 16
+            subject = demo_subject(Shape(depth, hidden, heads, kv_heads, ffn, vocab), options.tokens, SEED)
+        record = calibrate_cpu(subject, options, time.time())
     write(record, out)
     print(summary(record, out))
 

@@ -29,12 +29,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def fingerprint(host: dict[str, Any], model: str, dtype: str) -> Fingerprint:
-    """What a calibration of a model on one thread of this machine is of; weights and KV are of one dtype."""
+def fingerprint(host: dict[str, Any], model: str, dtype: str, device: str | None = None) -> Fingerprint:
+    """What a calibration of a model is of, on a device or on one thread of this machine; weights and KV are of one
+    dtype."""
     facts = {name: str(value) for name, value in host.items() if name != "date"}
     return Fingerprint(
         model=model,
-        device=f"{facts['processor']}, one thread",
+        device=device or f"{facts['processor']}, one thread",
         engine="transformers",
         dtype=dtype,
         kv_dtype=dtype,

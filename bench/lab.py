@@ -18,6 +18,7 @@ from kvlane.policy.calibration import PrefillSample, TransferSample
 from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.cpu import CpuBackend
+from kvlane.streams.cuda import CudaBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
 from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
@@ -79,7 +80,7 @@ class AloneTimes:
 
 
 class Lab:
-    """A model's engine on a CPU backend of its own, with the link that backend has.
+    """A model's engine on a CPU backend of its own, with the link that backend has, or on a backend it is given.
 
     Close it, or use it as a context manager: it owns threads.
     """
@@ -90,8 +91,9 @@ class Lab:
         capacity_tokens: int,
         weights_revision: str,
         link_bytes_per_s: float | None = None,
+        backend: CudaBackend | None = None,
     ) -> None:
-        self.backend = CpuBackend(link_bytes_per_s)
+        self.backend = CpuBackend(link_bytes_per_s) if backend is None else backend
         self.engine = TransformersEngine(
             model, self.backend, capacity_tokens, name="reproduction", weights_revision=weights_revision
         )
@@ -112,13 +114,20 @@ class Lab:
     ) -> None:
         self.backend.close()
 
+    def poison(self) -> None:
+        """Overwrite the device's KV, and wait until that is done: it is no part of what is timed next."""
+        self.engine.poison()
+        done = self.backend.event()
+        self.backend.record(self.backend.compute, done)
+        self.backend.synchronize(done, self.deadline_s)
+
     def keep(self, store: HostStore, ids: Ids, tokens: int) -> None:
         """Store the first tokens of a prompt whose KV the engine holds."""
         self.engine.save(store, ids, tokens)
 
     def recompute(self, ids: Ids) -> Answer:
         """Answer without any stored KV."""
-        self.engine.poison()
+        self.poison()
         return Answer(self._compute(ids, 0))
 
     def load(self, store: HostStore, ids: Ids, end: int, mode: Mode, start: int = 0) -> Answer:
@@ -126,7 +135,7 @@ class Lab:
 
         The device KV is poisoned before, outside the timed part.
         """
-        self.engine.poison()
+        self.poison()
         submitted = self.backend.now()
         hit = store.lookup(self.engine.identity, ids)
         with store.open(hit, start, end) as run:
@@ -134,7 +143,7 @@ class Lab:
 
     def choose(self, store: HostStore, ids: Ids, planner: Planner) -> Answer:
         """Answer by whatever path the policy picks: lookup, decision and load all in the measured time."""
-        self.engine.poison()
+        self.poison()
         submitted = self.backend.now()
         hit = store.lookup(self.engine.identity, ids)
         plan = planner.decide(
@@ -235,7 +244,7 @@ class Lab:
         self, store: HostStore, ids: Ids, end: int, start: int = 0
     ) -> tuple[tuple[float, ...], tuple[int, int]]:
         """When each layer arrived after the submission, and how many copies and bytes that took."""
-        self.engine.poison()
+        self.poison()
         hit = store.lookup(self.engine.identity, ids)
         with store.open(hit, start, end) as run:
             began = self.backend.now()

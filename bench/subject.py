@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvlane.bench.device_memory import check_device_memory
 from kvlane.bench.shape import Shape, build_model, config_of
 from kvlane.policy.catalog import load_model, model_config, model_names
 from kvlane.policy.errors import InputError
@@ -47,8 +49,10 @@ def demo_subject(shape: Shape, longest_prompt: int, seed: int) -> Subject:
     return subject
 
 
-def named_subject(name: str | Path, longest_prompt: int, seed: int) -> Subject:
-    """A built-in model or a config.json, its weights drawn at random.
+def named_subject(
+    name: str | Path, longest_prompt: int, seed: int, device: torch.device | None = None
+) -> Subject:
+    """A built-in model or a config.json, its weights drawn at random, on a CUDA device if one is given.
 
     Raises `InputError` naming `--model` for a kind that does not run here or does not fit into memory.
     """
@@ -67,12 +71,16 @@ def named_subject(name: str | Path, longest_prompt: int, seed: int) -> Subject:
             f"{short} has {spec.weight_dtype} weights, which cannot be drawn at random",
             ", ".join(_TORCH_DTYPES),
         )
-    _check_memory(spec, longest_prompt)
+    if device is None:
+        _check_memory(spec, longest_prompt)
+    else:
+        check_device_memory(spec, longest_prompt, device)
     plain = {key: value for key, value in text.items() if key not in ("model_type", "torch_dtype", "dtype")}
     plain["max_position_embeddings"] = max(longest_prompt, int(plain.get("max_position_embeddings") or 0))
     config = AutoConfig.for_model(str(kind), **plain)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with device or nullcontext():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
     return _subject(short, model, spec.vocab, built_in=short in model_names())
 

@@ -118,7 +118,9 @@ def _machine(record: Record, machine: Machine | None) -> Machine:
             raise InputError(
                 f"calibration.links.{name}", f"{machine.name} has no such link", ", ".join(machine.links)
             )
-    return replace(machine, links={**machine.links, **links})
+    # What an event costs is not among what is measured.
+    kept = {name: replace(link, per_event_s=machine.links[name].per_event_s) for name, link in links.items()}
+    return replace(machine, links={**machine.links, **kept})
 
 
 def _link(record: Record, name: str, link: LinkRecord) -> Link:
@@ -130,6 +132,7 @@ def _link(record: Record, name: str, link: LinkRecord) -> Link:
         latency_s=link.latency_s,
         rate_table=tuple(link.rate_table),
         ceiling_bytes_per_s=link.ceiling_bytes_per_s,
+        first_use_s=link.first_use_s or 0.0,
         source="calibration",
         origin=f"{link.samples} transfers measured {record.date[:10]}{notes}",
     )

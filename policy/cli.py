@@ -51,7 +51,8 @@ def decide(
     hit: Annotated[
         list[str] | None,
         typer.Option(
-            help="TIER=TOKENS stored from token 0, one number or one per rank (host=1024,768); repeatable."
+            help="TIER=TOKENS stored from token 0, one number or one per rank (host=1024,768); repeatable: two"
+            " tiers may then load at once."
         ),
     ] = None,
     resident: Annotated[int, typer.Option(help="Prefix tokens already in device KV.")] = 0,
@@ -71,7 +72,13 @@ def decide(
             " one; repeatable."
         ),
     ] = None,
-    executor: Annotated[str, typer.Option(help="bulk (all layers, then compute) or layered.")] = "bulk",
+    executor: Annotated[
+        str,
+        typer.Option(
+            help="What the engine can do: bulk (all layers, then compute), layered (each layer waits for its own"
+            " KV) or two_ended (layered, and the front of the prefix is computed while the rest loads)."
+        ),
+    ] = "bulk",
     link: Annotated[
         list[str] | None,
         typer.Option(help='Achieved link rate, "50 GB/s" for every tier or TIER="50 GB/s"; repeatable.'),
@@ -196,8 +203,8 @@ def _in_words(plan: Plan) -> str:
         f"model           {plan.model}, {plan.kv_bytes_per_token:,.0f} bytes of KV per token"
         + (f" and rank (tp {plan.tp})" if plan.tp > 1 else ""),
         f"usable prefix   {plan.usable_tokens:,} tokens{size}",
-        f"load            {plan.load_tokens:,} tokens, {show_bytes(plan.load_bytes)}",
-        f"recompute       {plan.recompute_tokens:,} tokens",
+        f"load            {plan.load_tokens:,} tokens, {show_bytes(plan.load_bytes)}{_runs(plan)}",
+        f"recompute       {plan.recompute_tokens:,} tokens{_front(plan)}",
         f"predicted TTFT  {show_seconds(plan.ttft_s)}, of which {show_seconds(plan.exposed_s)} exposed",
     ]
     for path, estimate in plan.estimates.items():
@@ -218,6 +225,19 @@ def _in_words(plan: Plan) -> str:
         lines.append(f"  {name:13} {parameter.source}: {parameter.text}")
     lines += [f"note            {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _runs(plan: Plan) -> str:
+    """What is loaded from where, as far as the first words leave it open."""
+    if len(plan.load) < 2 and not _front(plan) and plan.group_layers == 1:
+        return ""
+    runs = " and ".join(f"{part.start:,} to {part.end:,} from {part.tier}" for part in plan.load)
+    return f": {runs}" + (f", an event for {plan.group_layers} layers" if plan.group_layers > 1 else "")
+
+
+def _front(plan: Plan) -> str:
+    front = plan.load[0].start - plan.resident_tokens if plan.load else 0
+    return f", {front:,} of them beside the load" if front else ""
 
 
 _INTERRUPTED = 130

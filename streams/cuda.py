@@ -111,6 +111,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    link_bytes_per_s: float | None = None  # its link is the device's own, and paced by nobody
 
     def __init__(self, index: int = 0, methods: MethodTable | None = None) -> None:
         self.device = check_cuda(index)
@@ -222,6 +223,7 @@ class CudaBackend:
         with lane.lock:
             if lane.closed:
                 raise KvSafetyError(f"stream {lane.name} is closed: what it is given would never run")
+            self._sweep(lane)
             self._record(first, lane.lane.stream)
             failure: BaseException | None = None
             try:
@@ -236,7 +238,6 @@ class CudaBackend:
                 return
             # Until it has fired, however early the caller lets go of its own: the device knows of no references.
             lane.in_use.append((mark, held))
-            self._sweep(lane)
 
     def _sweep(self, stream: CudaStream) -> None:
         """Let go of what copies that are done have used; under the stream's lock."""

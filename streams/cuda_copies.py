@@ -59,7 +59,7 @@ class Copier:
         kernel = None
         try:
             kernel = RunsKernel(device.index)
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:
             missing["mapped"] = missing["staged"] = str(error)
         if kernel is not None and not kernel.reads_host:
             missing["mapped"] = f"{device} does not read page-locked host memory by its host address"

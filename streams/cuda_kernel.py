@@ -84,6 +84,7 @@ class RunsKernel:
 
     Raises:
         ImportError: cupy is not there; its message says what to install.
+        RuntimeError: cupy does not get along with the driver.
     """
 
     def __init__(self, device: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvlane.streams.cuda import CudaBackend
+from kvlane.streams.cuda import CudaBackend, DeviceLostError
 from kvlane.streams.cuda_methods import Method, MethodTable
 from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.probe import KIB, MIB, CopySample, probe_series
@@ -35,24 +35,35 @@ def measure_methods(
         series_bytes: a series moves at most this, and at most so many copies as matter.
         budget_s: about how long all of it may take.
 
+    A way that fails is left out, and `copier.missing` then says why.
+
     Raises:
         InputError: as `probe_series`.
-        RuntimeError: a copy failed.
+        TimeoutError: a series did not end.
+        DeviceLostError: the device failed.
     """
     source, destination = backend.host_bytes(series_bytes), backend.device_bytes(series_bytes)
-    before = backend.copier.methods
+    copier, before = backend.copier, backend.copier.methods
     rates: dict[Method, dict[int, float]] = {}
+    possible = copier.possible
     try:
-        for method in backend.copier.possible:
-            backend.copier.methods = MethodTable.only(method)
-            share_s = budget_s / len(backend.copier.possible)
-            samples = probe_paged(backend, source, destination, sizes, reps=reps, budget_s=share_s)
-            rates[method] = {sample.copy_bytes: sample.rate_bytes_per_s for sample in samples}
+        for method in possible:
+            copier.methods = MethodTable.only(method)
+            try:
+                samples = probe_paged(
+                    backend, source, destination, sizes, reps=reps, budget_s=budget_s / len(possible)
+                )
+            except DeviceLostError:
+                raise
+            except RuntimeError as error:
+                copier.missing[method] = f"copies by {method} failed: {error}"
+            else:
+                rates[method] = {sample.copy_bytes: sample.rate_bytes_per_s for sample in samples}
     except BaseException:
-        backend.copier.methods = before
+        copier.methods = before
         raise
-    backend.copier.methods = MethodTable(rates)
-    return backend.copier.methods
+    copier.methods = MethodTable(rates)
+    return copier.methods
 
 
 def probe_paged(

@@ -33,9 +33,12 @@ class PrefillCancelledError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A load that failed: the first layer known not to have come, from which tier, and why."""
+    """A load that failed: the first layer known not to have come, from which tier, and why.
 
-    layer: int
+    `layer` is None where the tier failed before there was a load.
+    """
+
+    layer: int | None
     tier: str
     reason: str
 

@@ -106,10 +106,10 @@ class HostStore:
     ) -> int:
         """Store a prompt's whole units; returns how many tokens are now stored.
 
-        A prompt that is already stored, with these checkpoints, is only marked as used. 0 tokens are below one unit, or of a prompt that another
-        call is storing right now: nothing is read then. What has to go to make room goes once the first layer has been
-        read and found right; the memory of the new entry is never held beside it, so a put that fails later has cost
-        the entries it took the place of.
+        A prompt that is already stored, with these checkpoints, is only marked as used. 0 tokens are below one unit, or
+        of a prompt that another call is storing right now: nothing is read then. What has to go to make room goes once
+        the first layer has been read and found right; the memory of the new entry is never held beside it, so a put
+        that fails later has cost the entries it took the place of.
 
         Where layers have states, what follows the last checkpoint could never be used and is not stored.
 

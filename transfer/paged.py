@@ -101,10 +101,11 @@ class PagedRegion:
     @property
     def nbytes(self) -> int:
         """Size of the whole pool, other sequences' blocks included."""
-        return self._rows_bytes + self.state_slots * self.layout.state_bytes
+        return self.rows_nbytes + self.state_slots * self.layout.state_bytes
 
     @property
-    def _rows_bytes(self) -> int:
+    def rows_nbytes(self) -> int:
+        """Bytes of the blocks, behind which the states begin."""
         return self.blocks * self.form.tokens * self.layout.bytes_per_token
 
     def layer_offset(self, layer: int) -> int:
@@ -119,7 +120,7 @@ class PagedRegion:
     def state_offset(self, layer: int, tokens: int) -> int:  # noqa: ARG002  one state, of whatever token was the last
         """Byte of the layer's state of this sequence."""
         before = self.state_slots * self.layout.states_before(layer)
-        return self._rows_bytes + before + self.state_slot * self.layout.shape(layer).state_bytes
+        return self.rows_nbytes + before + self.state_slot * self.layout.shape(layer).state_bytes
 
 
 def _rows(region: PagedRegion, shape: LayerShape, nbytes: int, part: int) -> Rows:

@@ -35,6 +35,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NOT_NUMERIC = frozenset(
     {
         # Names, paths and versions; type and rotary settings have parts of the identity of their own.
+        "_name_or_path",
         "architectures",
         "transformers_version",
         "dtype",
@@ -155,11 +156,7 @@ def watched(
 
 def _numerics(config: Any) -> str:
     # Named are the fields left out, so that one nobody thought of makes a miss and never a wrong hit.
-    fields = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in _NOT_NUMERIC and not name.startswith("_")
-    }
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_NUMERIC}
     canonical = json.dumps(fields, sort_keys=True, default=str)
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 

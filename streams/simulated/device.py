@@ -316,6 +316,9 @@ class Copies:
             self.failure = CopyDroppedError("the load was given up")
             self._finish(stream)
             return True
+        if not self.copies:
+            self._finish(stream)
+            return True
         for copy in self.copies:
             self._to(copy)[:] = POISON
         late_s = 0.0 if self.disturbance is None else self.disturbance.late_s

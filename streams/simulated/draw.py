@@ -118,7 +118,7 @@ def draw(seed: int) -> Schedule:
     sequences = 2 if random.random() < 0.25 else 1
     most = 4 if layout.layers <= 16 else 2
     compute = random.choice((0.1, 1.0, 1.0, 4.0)) * LAYER_S
-    unit = random.choice((1, 2, 4))
+    unit = random.choice((2, 3, 4, 6))
     costly = random.random() < 0.3
     return Schedule(
         seed=seed,
@@ -174,7 +174,7 @@ def _layout(random: Random, layers: int) -> KvLayout:
 def _form(random: Random) -> BlockForm:
     first: First = random.choice(get_args(First))
     kv: Kv = random.choice([kv for kv in get_args(Kv) if first == "layer" or kv != "apart"])
-    return BlockForm(random.choice((2, 4)), first, random.choice(get_args(Order)), kv)
+    return BlockForm(random.choice((4, 8)), first, random.choice(get_args(Order)), kv)
 
 
 def _prompts(random: Random) -> tuple[tuple[int, ...], ...]:
@@ -193,7 +193,7 @@ def _links(random: Random, layout: KvLayout) -> dict[str, SimulatedLink]:
             layer_bytes / (LAYER_S * 10 ** random.uniform(-1.2, 0.7)),
             random.choice((0.0, 0.02 * LAYER_S)),
             random.choice((0.0, 0.3 * LAYER_S)),
-            sharing,
+            sharing=sharing,
         )
 
     if random.random() < 0.3:

@@ -190,7 +190,7 @@ class SimulatedForward:
         )
 
     def _run(self, block: SimulatedBlock, start: int, end: int, steps: LayerPass) -> _Seen:
-        seen = _Seen(np.empty_like(self.kv.block))
+        seen = _Seen(np.zeros_like(self.kv.block))
         for layer in range(self.kv.layout.layers):
             work = _LayerWork(self.kv, block, layer, start, end, seen)
             seconds = self.seconds(layer, start, end)

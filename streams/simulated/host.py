@@ -84,6 +84,7 @@ class Scheduler:
         self._tasks = [self.main]
         self._ready: list[Task] = []
         self._joining: list[Task] = []
+        self._ended: list[Clock] = []  # what the threads that ended knew
         self._timers: list[tuple[float, int, Timer]] = []
         self._timers_set = 0
         self._steps_left = MAX_STEPS
@@ -184,6 +185,10 @@ class Scheduler:
         """The main thread waits until every other one has ended."""
         while len(self._tasks) > 1:
             self.block(self._joining, "the other threads to end")
+        # Only now: that a thread had ended by chance would order nothing.
+        for clock in self._ended:
+            self.me.follow(clock)
+        self._ended.clear()
 
     def unwind(self) -> None:
         """The main thread lets every other one run to its end after a failure."""
@@ -193,7 +198,7 @@ class Scheduler:
 
     def _after(self, ended: Task) -> None:
         """A thread has ended: somebody else takes the baton."""
-        self.main.actor.follow(ended.actor.clock)
+        self._ended.append(ended.actor.clock)
         self.wake(self._joining)
         following = self.main
         if self.error is None:

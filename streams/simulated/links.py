@@ -19,15 +19,16 @@ Sharing: TypeAlias = Literal["exclusive", "fair"]
 class SimulatedLink:
     """What carries a stream's copies.
 
-    A batch of copies takes `copies * per_copy_s + bytes / bytes_per_s`, and `latency_s` before it where its stream
-    did not come from another batch.
+    A batch of copies takes `copies * per_copy_s + bytes / bytes_per_s + per_batch_s`, and `latency_s` before it where
+    its stream did not come from another batch.
 
     Attributes:
         bytes_per_s: the rate.
         per_copy_s: what each copy costs whatever its size.
+        per_batch_s: what each batch costs besides, with the event that closes it.
         latency_s: once for batches that follow one another.
         sharing: `exclusive` serves one batch after another in the order they came, `fair` all at once, each with an
-            equal share of the rate (processor sharing); per-copy cost and latency are nobody else's then.
+            equal share of the rate (processor sharing); what a batch costs whatever its bytes then holds up no other.
 
     Raises:
         InputError: a rate that is not positive, a time below zero.
@@ -36,6 +37,7 @@ class SimulatedLink:
     bytes_per_s: float = math.inf
     per_copy_s: float = 0.0
     latency_s: float = 0.0
+    per_batch_s: float = 0.0
     sharing: Sharing = "exclusive"
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class SimulatedLink:
             raise InputError(
                 "bytes_per_s", f"is {self.bytes_per_s}", "a positive rate, finite where it is shared"
             )
-        for name in ("per_copy_s", "latency_s"):
+        for name in ("per_copy_s", "latency_s", "per_batch_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(name, f"is {getattr(self, name)}", "zero or more seconds")
         if self.sharing not in ("exclusive", "fair"):
@@ -55,7 +57,7 @@ class SimulatedLink:
 
     def fixed_s(self, copies: int, *, follows: bool) -> float:
         """What a batch costs whatever its bytes; `follows` another one on its stream."""
-        return copies * self.per_copy_s + (0.0 if follows else self.latency_s)
+        return copies * self.per_copy_s + self.per_batch_s + (0.0 if follows else self.latency_s)
 
 
 class Carrier(Protocol):

@@ -41,19 +41,15 @@ class ScheduleRun:
 
     Args:
         threads: to run on.
-        prepare: called with the run before its first request; tests take guards away here.
 
     Attributes:
         seen: what happened how often.
     """
 
-    def __init__(
-        self, schedule: Schedule, threads: HostThreads, prepare: Callable[[ScheduleRun], None] | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, threads: HostThreads) -> None:
         self.schedule = schedule
         self.seen: Counter[str] = Counter()
         self._threads = threads
-        self._prepare = prepare
         self._faults = LinkFaults()
         self._chooser = Seeded(
             schedule.seed, switch=schedule.switch, stall=schedule.stall, longest_stall_s=5 * LAYER_S
@@ -77,8 +73,6 @@ class ScheduleRun:
             threads=self._threads,
         ) as self.backend:
             self._set_up()
-            if self._prepare is not None:
-                self._prepare(self)
             if schedule.evictions:
                 self.backend.start(self._evict, "evict")
             for requests in schedule.requests[1:]:
@@ -239,7 +233,7 @@ class ScheduleRun:
         must = self._must_fail(request, runs)
         if must and outcome.refused is None and not outcome.failures:
             self.backend.report("unreported", f"{request.fault} was taken for a good load")
-        if must and outcome.failures and not self._rotten:
+        if must and outcome.failures and self._alone and not self._rotten:
             self._check_layer(request, outcome)
         if not self._may_fail(request) and outcome.failures:
             self.backend.report("no_cause", f"{outcome.failures[0]} although nothing was wrong")
@@ -254,15 +248,20 @@ class ScheduleRun:
             return True
         if fault.kind == "raise":
             return self.schedule.layout.holds(fault.layer)
-        # A fault on the link may strike the other sequence's load.
-        others = len(self.schedule.requests) > 1 and fault.kind in ON_THE_LINK
-        return not others and runs[-1].layer_nbytes(fault.layer) > 0
+        # One on the link may strike the other sequence's load instead.
+        if fault.kind in ON_THE_LINK and not self._alone:
+            return False
+        return runs[-1].layer_nbytes(fault.layer) > 0
+
+    @property
+    def _alone(self) -> bool:
+        return len(self.schedule.requests) == 1
 
     def _may_fail(self, request: RequestDraw) -> bool:
         """Whether there is a reason for a load to fail."""
         if request.deadline_s < DEFAULT_DEADLINE_S or self._rotten:
             return True
-        if len(self.schedule.requests) > 1:
+        if not self._alone:
             return any(one.fault is not None for requests in self.schedule.requests for one in requests)
         return request.fault is not None and request.fault.kind not in _HARMLESS
 
@@ -304,6 +303,11 @@ class ScheduleRun:
         }
         for _ in range(spare):
             engine.pool.take()
+        try:
+            for _ in range(schedule.quarantine_blocks):
+                engine.pool.admit()
+        except LoadRefusedError:
+            left["places in quarantine"] = 1
         left["blocks"] = engine.blocks - len(schedule.requests) - spare
         for what, count in left.items():
             if count:
@@ -343,8 +347,6 @@ def _block_maker(schedule: Schedule, backend: SimulatedBackend, most: int) -> Ca
     return lambda: SimulatedBlock(memory, regions.pop())
 
 
-def run_schedule(
-    schedule: Schedule, threads: HostThreads, prepare: Callable[[ScheduleRun], None] | None = None
-) -> Counter[str]:
+def run_schedule(schedule: Schedule, threads: HostThreads) -> Counter[str]:
     """See `ScheduleRun`."""
-    return ScheduleRun(schedule, threads, prepare).run()
+    return ScheduleRun(schedule, threads).run()

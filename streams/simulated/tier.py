@@ -219,7 +219,7 @@ class SimulatedTier:
         run = self.store.open(hit, start, end, load_end=load_end)
         if fault is not None and fault.kind == "rot":
             for copy in run.copies(fault.layer, run.region)[-1:]:
-                run.memory[copy.source] ^= 0xFF
+                run.memory[copy.source : copy.source + 1] += 1
         return FaultyRun(self._backend, run, fault)
 
     def evict(self) -> int:

@@ -122,7 +122,8 @@ def test_cuda_without_a_device_is_one_line_and_no_number(
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "kvlane-bench: --device: there is no CUDA device here (expected cpu, or a machine that has one)\n"
+        f"kvlane-bench: --device: is cuda, and torch {torch.__version__} is built without it"
+        " (expected cpu, or a CUDA build of torch)\n"
     )
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ class TestPrecedence:
         passes = plan(record(links=False))
         assert sources(passes)["prefill"] == "calibration"
         assert sources(passes)[f"link.{LINK}"] != "calibration"
+
+    def test_a_link_keeps_its_measured_first_use_and_the_profiles_price_of_an_event(self) -> None:
+        made = record()
+        cold = msgspec.structs.replace(made.links[LINK], first_use_s=0.7)
+        machine = load_machine(MACHINE)
+        priced = replace(
+            machine, links={**machine.links, LINK: replace(machine.links[LINK], per_event_s=3e-6)}
+        )
+        for link, first_use_s in ((cold, 0.7), (made.links[LINK], 0.0)):
+            found = calibrated(msgspec.structs.replace(made, links={LINK: link}), machine=priced)
+            assert found.machine.links[LINK].first_use_s == first_use_s
+            assert found.machine.links[LINK].per_event_s == 3e-6
 
     def test_the_band_is_the_fits_own_and_wider_without_one(self) -> None:
         made = record()

@@ -82,6 +82,8 @@ def test_between_two_rows_time_per_copy_is_linear(link: Link, share: float, data
         ("per_copy", {"per_copy_s": 1e-6, "rate_table": TABLE}),
         ("latency", {"latency_s": -1e-6}),
         ("latency", {"latency_s": INF}),
+        ("per_event", {"per_event_s": -1e-6}),
+        ("first_use", {"first_use_s": NAN}),
         ("rate_table", {"rate_table": TABLE[::-1]}),
         ("rate_table", {"rate_table": (TABLE[0], TABLE[0])}),
         ("rate_table", {"rate_table": ((4096.0, 0.0),)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ efficiency = 0.3
 rate = "25 GB/s"
 per_copy = "4 us"
 latency = "20 us"
+per_event = "6 us"
+first_use = "0.4 s"
 ceiling = "32 GB/s"
 basis = "calibration"
 source = "a probe"
@@ -57,6 +60,7 @@ ceiling = "12.5 GB/s"
 link = "pcie"
 run = "load_unit"
 runs_per_layer = 2
+per_token = "0.25 us"
 
 [tiers.remote]
 link = "network"
@@ -82,11 +86,14 @@ def test_every_field_of_a_profile_is_read_in_plain_si(tmp_path: Path) -> None:
     pcie, network = machine.links["pcie"], machine.links["network"]
     assert (pcie.rate_bytes_per_s, pcie.ceiling_bytes_per_s) == (25e9, 32e9)
     assert (pcie.per_copy_s, pcie.latency_s) == pytest.approx((4e-6, 20e-6))
+    assert (pcie.per_event_s, pcie.first_use_s) == pytest.approx((6e-6, 0.4))
     assert (pcie.source, pcie.origin) == ("calibration", "a probe")
     assert network.rate_table == ((65536, 0.5e9), (2**20, 5e9), (2**24, 10e9))
     assert (network.per_copy_s, network.source) == (0, "profile")
+    assert (network.per_event_s, network.first_use_s) == (0, 0)
     host, remote, pinned = (machine.tier(name) for name in ("host", "remote", "pinned"))
     assert (host.run_tokens, host.runs_per_layer, host.layout) == (0, 2, "layer_major")
+    assert (host.per_token_s, remote.per_token_s) == pytest.approx((0.25e-6, 0))
     assert (remote.run_tokens, remote.runs_per_layer, remote.layout) == (256, 1, "chunk_major")
     assert pinned.run_tokens is None
     vllm, transformers = machine.prefill
@@ -133,6 +140,9 @@ BROKEN = [
     ("links.pcie.per_copy", '"4 us"', '"4"'),
     ("links.pcie.per_copy", '"4 us"', '"-4 us"'),
     ("links.pcie.latency", '"20 us"', '"20 GB"'),
+    ("links.pcie.per_event", '"6 us"', '"6"'),
+    ("links.pcie.first_use", '"0.4 s"', '"-0.4 s"'),
+    ("tiers.host.per_token", '"0.25 us"', '"0.25 B"'),
     ("links.network.per_copy", 'latency = "1 ms"', 'per_copy = "4 us"'),
     ("links.network.rate_table", '["1 MiB", "5 GB/s"]', '["16 KiB", "5 GB/s"]'),
     ("links.network.rate_table", '["1 MiB", "5 GB/s"]', '["64 KiB", "5 GB/s"]'),
@@ -197,8 +207,11 @@ def test_a_stated_rate_replaces_all_that_was_known_of_the_links() -> None:
         assert (link.rate_bytes_per_s, link.source) == (7e9, "explicit")
         # A stated achieved rate holds the cost of its copies already.
         assert (link.per_copy_s, link.latency_s, link.rate_table) == (0, 0, ())
+        assert (link.per_event_s, link.first_use_s) == (0, 0)
     assert machine.links["pcie"].rate_bytes_per_s == 25e9
-    assert (linked.device, linked.tiers, linked.prefill) == (machine.device, machine.tiers, machine.prefill)
+    assert (linked.device, linked.prefill) == (machine.device, machine.prefill)
+    for name, tier in machine.tiers.items():
+        assert linked.tiers[name] == replace(tier, per_token_s=0.0)
 
 
 def test_a_rate_stated_for_one_tier_leaves_the_other_links() -> None:
@@ -206,6 +219,7 @@ def test_a_rate_stated_for_one_tier_leaves_the_other_links() -> None:
     linked = machine.with_link_rate(7e9, "remote")
     assert linked.links["network"].rate_bytes_per_s == 7e9
     assert linked.links["pcie"] == machine.links["pcie"]
+    assert linked.tiers["host"] == machine.tiers["host"]
     with pytest.raises(InputError, match="cxl"):
         machine.with_link_rate(7e9, "cxl")
 

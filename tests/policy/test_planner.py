@@ -283,6 +283,10 @@ def test_a_planner_refuses_what_it_cannot_do_by_field(field: str, options: dict[
         ("hits.host", {"hits": {"host": (5, None)}}),
         ("hits.host", {"hits": {"host": ()}}),
         ("hits.disk", {"hits": {"host": 5, "disk": 5.5}}),
+        ("copies.host", {"hits": {"host": 5}, "copies": {"host": 0}}),
+        ("copies.host", {"hits": {"host": 5}, "copies": {"host": 1.5}}),
+        ("cold", {"cold": "host"}),
+        ("cold", {"cold": (5,)}),
     ],
 )
 def test_a_request_that_cannot_be_names_its_field(field: str, changes: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.engines.transformers import TransformersEngine
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.store import StaleHitError
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -135,6 +136,83 @@ def stored(model, ids, unit=UNIT):
     return store, result
 
 
+class FaultyStore:
+    """A store of which something goes wrong: a call raises, the runs come short or rot, or stand still until `go`.
+
+    Args:
+        how: see `FAULTS`, and `stale`, which is none.
+        layer: where it goes wrong, if at a layer.
+    """
+
+    def __init__(self, store, how, layer=0):
+        self.store, self.how, self.layer = store, how, layer
+        self.go = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def lookup(self, *args):
+        if self.how == "lookup":
+            raise OSError("no index")
+        return self.store.lookup(*args)
+
+    def open(self, *args, **kwargs):
+        if self.how == "open":
+            raise OSError("no such file")
+        if self.how == "stale":
+            raise StaleHitError("evicted")
+        return FaultyRun(self.store.open(*args, **kwargs), self)
+
+
+class FaultyRun:
+    def __init__(self, run, store, *, retained=False):
+        self._run, self._store, self._retained = run, store, retained
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+    def retain(self):
+        if self._store.how == "pin":
+            raise OSError("gone")
+        return FaultyRun(self._run.retain(), self._store, retained=True)
+
+    def close(self):
+        self._run.close()
+        if self._store.how == "close" and not self._retained:
+            raise OSError("cannot close")
+
+    def verify(self, layer):
+        if layer == self._store.layer and self._store.how == "rotten":
+            at = self.region.key_offset(layer, self.end - 1)
+            self.memory[at] ^= 1
+            try:
+                self._run.verify(layer)
+            finally:
+                self.memory[at] ^= 1
+            return
+        self._run.verify(layer)
+
+    def copies(self, layer, destination):
+        copies = self._run.copies(layer, destination)
+        if layer != self._store.layer:
+            return copies
+        if self._store.how == "raising":
+            raise OSError("unreadable")
+        if self._store.how == "standing still":
+            self._store.go.wait()
+        return copies[:-1] if self._store.how == "short" else copies
+
+
+LOAD_FAULTS = {
+    "pin": "not pinned: gone",
+    "rotten": "checksum",
+    "raising": "unreadable",
+    "standing still": "deadline",
+    "short": "bytes of",
+}
+"""What goes wrong in a store once there is a load, and a word of what is said of it."""
+
+
 def freed(store, timeout_s=10.0):
     """Whether nothing of a store is pinned any more, which a load that was given up need not have come to yet."""
     until = time.monotonic() + timeout_s
@@ -151,6 +229,8 @@ class Kit:
     layers = LAYERS
     unit = UNIT
     kinds = tuple(KINDS)
+    load_faults = LOAD_FAULTS
+    FaultyStore = FaultyStore
     SlowBackend = SlowBackend
     FailingBackend = FailingBackend
     StuckBackend = StuckBackend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -266,74 +265,23 @@ class TestReport:
         assert went[5] == (32, 0)
 
 
-class FaultyRuns:
-    """A store whose runs do something at one layer: raise, stand still, come short or rot."""
-
-    def __init__(self, store, how, layer):
-        self.store, self.how, self.layer = store, how, layer
-        self.go = threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-    def open(self, *args, **kwargs):
-        return FaultyRun(self.store.open(*args, **kwargs), self)
-
-
-class FaultyRun:
-    def __init__(self, run, faults):
-        self._run, self._faults = run, faults
-
-    def __getattr__(self, name):
-        return getattr(self._run, name)
-
-    def retain(self):
-        if self._faults.how == "not pinned":
-            raise OSError("gone")
-        return FaultyRun(self._run.retain(), self._faults)
-
-    def verify(self, layer):
-        if layer == self._faults.layer and self._faults.how == "rotten":
-            self.memory[self.region.key_offset(layer, self.start)] ^= 1
-        self._run.verify(layer)
-
-    def copies(self, layer, destination):
-        copies = self._run.copies(layer, destination)
-        if layer != self._faults.layer:
-            return copies
-        if self._faults.how == "raising":
-            raise OSError("unreadable")
-        if self._faults.how == "standing still":
-            self._faults.go.wait()
-        return copies[:-1] if self._faults.how == "short" else copies
-
-
-FAULTS = {
-    "not pinned": "not pinned: gone",
-    "rotten": "checksum",
-    "raising": "unreadable",
-    "standing still": "deadline",
-    "short": "bytes of",
-}
-
-
 class TestFaults:
     @pytest.mark.parametrize("mode", ["bulk", "layered"])
     @pytest.mark.parametrize("group_layers", [1, 3])
     @pytest.mark.parametrize("layer", range(LAYOUT.layers))
-    @pytest.mark.parametrize("how", FAULTS)
+    @pytest.mark.parametrize("how", ["pin", "rotten", "raising", "standing still", "short"])
     def test_of_the_store_cost_a_recompute(self, kit, how, layer, group_layers, mode):
         with CpuBackend() as backend:
             rig = Rig(backend)
-            rig.stores["host"] = faulty = FaultyRuns(rig.stores["host"], how, layer)
+            rig.stores["host"] = faulty = kit.FaultyStore(rig.stores["host"], how, layer)
             deadline_s = 0.02 if how == "standing still" else 10
             outcome = rig.run(5, ("host", 8, 32), mode=mode, group_layers=group_layers, deadline_s=deadline_s)
             rig.check(outcome)
             assert outcome.fell_back
             (failure,) = outcome.failures
             assert failure.tier == "host"
-            assert FAULTS[how] in failure.reason
-            if how == "not pinned":
+            assert kit.load_faults[how] in failure.reason
+            if how == "pin":
                 assert outcome.passes[0].start == 5
             else:
                 # That it stands still is known of a group only.
@@ -363,7 +311,7 @@ class TestFaults:
     def test_a_tier_that_did_its_part_keeps_it(self, kit):
         with CpuBackend() as backend:
             rig = Rig(backend)
-            rig.stores["disk"] = FaultyRuns(rig.stores["disk"], "standing still", 2)
+            rig.stores["disk"] = kit.FaultyStore(rig.stores["disk"], "standing still", 2)
 
             def held(start, layer):
                 wait_for(lambda: rig.stores["host"].bytes_moved == 16 * LAYOUT.bytes_per_token)

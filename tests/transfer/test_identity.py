@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.policy.errors import InputError
+from kvlane.transfer.host import HostStore
 from kvlane.transfer.identity import KvIdentity, encode_token_ids, token_chain
+from kvlane.transfer.layout import KvLayout
 
 BASE = KvIdentity(
     model="meta/llama",
@@ -53,6 +55,19 @@ def test_a_part_changed_alone_changes_every_digest(field):
     ours, other = token_chain(BASE, ids, 16), token_chain(changed(field), ids, 16)
     assert len(ours) == len(other) == 4
     assert not set(ours) & set(other)
+
+
+@pytest.mark.parametrize("field", CHANGED)
+def test_a_part_changed_alone_is_a_miss_in_a_store(field):
+    layout, ids = KvLayout(2, 2, 8, 8, 4), np.arange(32)
+    rows = [(np.zeros(ids.size * layout.k_bytes_per_token, np.uint8),) * 2] * layout.layers
+    store, others = HostStore(16), HostStore(16)
+    assert store.put(BASE, ids, layout, rows) == ids.size
+    assert store.lookup(BASE, ids).tokens == ids.size
+    assert store.lookup(changed(field), ids).state == "miss"
+    if field != "layout":  # bytes of another layout would be other bytes
+        assert others.put(changed(field), ids, layout, rows) == ids.size
+        assert others.lookup(BASE, ids).state == "miss"
 
 
 text = st.text(alphabet="ab/|\x00:n", min_size=1, max_size=4)

@@ -116,6 +116,11 @@ class TestLayout:
         assert find(store, range(8), WINDOWED).tokens == 8
         assert find(store, range(8), changed).state == "miss"
 
+    @given(st.lists(shapes, min_size=2, max_size=4), st.randoms())
+    def test_the_order_of_the_layers_is_in_the_name(self, layers, random):
+        other = random.sample(layers, len(layers))
+        assert (KvLayout.of(layers).name == KvLayout.of(other).name) == (layers == other)
+
     def test_layers_that_are_alike_are_those_of_the_constructor(self):
         assert KvLayout.of([FULL] * 3) == KvLayout(3, 2, 4, 3, 2)
         assert KvLayout.of([FULL] * 3).name == "layer_major/l3/h2/k4/v3/b2"
