@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvlane.policy.booking import Booking, InFlight, LinkKey, Load, LoadKey, Scope, link_key
+from kvlane.policy.layer_transfer import LayerwiseTransfer
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
@@ -164,7 +165,7 @@ def joining(planner: Planner, request: Request, plan: Plan, tier: str, flight: I
         if end not in ends:
             return None
         whole = max(ends)
-    elif end > whole and transfer.uniform:
+    elif end > whole and not isinstance(transfer, LayerwiseTransfer):
         end = whole
     if not flight.start <= resident < end <= whole:
         return None

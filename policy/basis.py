@@ -44,9 +44,7 @@ class Basis:
     def of(self, chosen: Estimate) -> Basis:
         """The same for another choice among the estimates."""
         tier = chosen.load[0].tier if len(chosen.load) == 1 else self.tier
-        return Basis(
-            self._request, self._lanes, tier, chosen, self._estimates, self._prefill, self._ranges
-        )
+        return Basis(self._request, self._lanes, tier, chosen, self._estimates, self._prefill, self._ranges)
 
     @cached_property
     def link_rate(self) -> float | None:

@@ -239,6 +239,7 @@ class Plan:
     tp: int
     usable_tokens: int
     basis: Basis = field(compare=False, repr=False)
+    remarks: tuple[str, ...] = ()
 
     def take(self, estimate: Estimate) -> None:
         """Choose this one of the estimates instead."""
@@ -296,8 +297,8 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where an estimate leaves the range its calibration was measured in."""
-        return self.basis.notes
+        """Where an estimate leaves the range its calibration was measured in, then the remarks of who asked."""
+        return self.basis.notes + self.remarks
 
     @property
     def reason(self) -> str:

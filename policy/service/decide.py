@@ -208,7 +208,7 @@ class Desk:
         except InputError as error:
             raise _located(error, spot.hits, base) from None
         if notes:
-            found.plan.notes += tuple(notes)
+            found.plan.remarks = tuple(notes)
         return found, seen
 
     def _hits(
