@@ -80,7 +80,7 @@ class Replay:
             transfer = Replay.transfer(planner, segment.tier, request)
             link = transfer.link
             # What is asked of a busy link comes after what it carries already.
-            began = busy_until.get(link.name, 0.0) + request.link_queue_s.get(segment.tier, 0.0)
+            began = max(busy_until.get(link.name, 0.0), request.link_queue_s.get(segment.tier, 0.0))
             each = [began + transfer.total_s(segment.tokens)] * layers
             if planner.executor != "bulk" and transfer.layout == "layer_major":
                 at, each = began + transfer.lead_s(segment.tokens), []
