@@ -9,7 +9,7 @@ from kvlane.policy.errors import InputError
 from kvlane.transfer.copies import WHOLE, check_regions, layer_copies
 from kvlane.transfer.host_entry import Entry, Moved, StoredBytes
 from kvlane.transfer.identity import EncodedIds, KvIdentity
-from kvlane.transfer.layout import CopyDescriptor, KvRegion, Region
+from kvlane.transfer.layout import CopyDescriptor, Region
 from kvlane.transfer.shapes import TpShard
 from kvlane.transfer.store import HostBytes, KvSafetyError
 
@@ -48,7 +48,7 @@ class HostRun:
         return self._entry.token_ids
 
     @property
-    def region(self) -> KvRegion:
+    def region(self) -> Region:
         return self._entry.region
 
     @property
