@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvlane.policy.errors import InputError
 from kvlane.streams import cuda_copies
 from kvlane.streams.cuda import CudaBackend
 from kvlane.streams.cuda_copies import Copier
@@ -481,3 +482,16 @@ def test_a_device_that_is_lost_says_so_and_nothing_waits_for_it():
         [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120, check=False
     )
     assert "told" in found.stdout, found.stderr[-2000:]
+
+
+def test_a_forward_is_not_captured_into_one_graph(kit, backend):
+    model = kit.model()
+    torch.nn.Module.to(model, "cuda")
+    engine = kit.engine(model, backend)
+    engine.prefill(kit.ids(16))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(InputError, match="cuda_graph"), torch.cuda.graph(graph):
+        engine.prefill(kit.ids(16))
+    # Outside of it the engine goes on.
+    engine.prefill(kit.ids(16))
+    engine.close()
