@@ -247,6 +247,8 @@ def test_two_sequences_of_one_pool_keep_their_states_apart():
                 late(backend, run, sequence, lambda layer: None)
         for at, sequence in enumerate(sequences):
             assert torch.equal(sequence.state(0), states[40 * at : 40 * at + 40])
+        with pytest.raises(InputError, match="no rows"):
+            sequences[0].gather(0, 16)
 
 
 def test_a_pool_refuses_what_it_cannot_hold():
