@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlane.bench.measuring import Outcome
@@ -39,6 +40,14 @@ def judge(reproduction: Reproduction) -> list[Claim]:
     if reproduction.core_share >= BUSY_BELOW:
         return claims
     return [Claim(claim.text, None, claim.numbers) for claim in claims]
+
+
+def render_claims(claims: Sequence[Claim]) -> str:
+    """A line for each claim, with what came of it."""
+    words = {True: "held", False: "DID NOT HOLD", None: "not judged, BUSY"}
+    width = max((len(words[claim.held]) for claim in claims), default=0)
+    lines = [f"   {words[claim.held]:{width}}  {claim.text}: {claim.numbers}" for claim in claims]
+    return "\n".join(("claims", *lines))
 
 
 def _named(report: Report, name: str) -> Outcome | None:

@@ -24,7 +24,7 @@ from kvlane.bench.scenarios import (
     published,
 )
 from kvlane.bench.shape import Shape, build_model, config_of, random_prompt, spec_of
-from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points
+from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points, whole_units
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
@@ -103,10 +103,6 @@ _EXTEND = {
         (0.1, 0.8, 1),
     ),
 }
-# Shares of the longest transfer a link is calibrated on: that of the calibration prompt held, or, on a paced link,
-# what takes so many seconds.
-_LINK = (1 / 8, 1 / 2, 1.0)
-_LONGEST_PROBE_S = 0.4
 # Whole loads to calibrate A on, in shares of its prompt.
 _LOADED = (0.8, 0.94)
 # The calibration prompt is held up to this share of the prompt.
@@ -148,7 +144,7 @@ class _Bench:
         self.home.keep(self.earlier, self.ids, b.stored_tokens)
         self.step("stored", self.spec.prefill_flop(0, a.tokens))
         fresh = self.tuner.fresh(_lengths(a))
-        self.tuner.keep(_whole_units(_HELD * a.tokens))
+        self.tuner.keep(whole_units(_HELD * a.tokens, UNIT_TOKENS))
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         gap = min(_top2_gap(report.outcomes[0].answers[0]) for report in reports)
         share = self.home.on_core_s / self.home.computing_s
@@ -225,12 +221,7 @@ class _Bench:
         return Report(scenario, planner, lab.backend.link_bytes_per_s, outcomes)
 
     def _link(self, lab: Lab) -> LinkFit:
-        longest = _HELD * self.options.tokens
-        rate = lab.backend.link_bytes_per_s
-        if rate is not None:
-            longest = min(longest, _LONGEST_PROBE_S * rate / self.spec.kv_bytes_per_token("fp32"))
-        lengths = {_whole_units(share * longest) for share in _LINK}
-        return self.tuner.link(lab, sorted(lengths), self.memcpy if rate is None else ())
+        return self.tuner.link_up_to(lab, _HELD * self.options.tokens, self.memcpy)
 
     def _prompt(self, tokens: int, number: int) -> Ids:
         return random_prompt(self.options.shape, tokens, _SEED + number)
@@ -250,13 +241,9 @@ def _lab(model: LlamaForCausalLM, options: Options, link_bytes_per_s: float | No
     return Lab(model, options.tokens, f"seed-{_SEED}", link_bytes_per_s)
 
 
-def _whole_units(tokens: float) -> int:
-    return max(UNIT_TOKENS, round(tokens / UNIT_TOKENS) * UNIT_TOKENS)
-
-
 def _lengths(scenario: Scenario) -> list[int]:
     """Full prefills to calibrate on, none as long as the scenario's prompt."""
-    lengths = {_whole_units(share * scenario.tokens) for share in _FRESH[scenario.key]}
+    lengths = {whole_units(share * scenario.tokens, UNIT_TOKENS) for share in _FRESH[scenario.key]}
     return sorted(length + (length == scenario.tokens) for length in lengths)
 
 
@@ -275,7 +262,7 @@ def _points(scenario: Scenario) -> list[Point]:
 def _total_work(spec: ModelSpec, options: Options) -> float:
     """FLOP of everything to come, for the progress bar."""
     a, b, c = _scenarios(options.tokens)
-    held = _whole_units(_HELD * a.tokens)
+    held = whole_units(_HELD * a.tokens, UNIT_TOKENS)
     passes = [(0, a.tokens), (0, c.tokens)]
     passes += [
         (0, point.new)
