@@ -80,9 +80,17 @@ def regions(tokens: int, form: BlockForm | None, layout: KvLayout = LAYOUT) -> t
     return source, PagedRegion(layout, form, pool, table)
 
 
+def random_bytes(backend: CudaBackend, nbytes: int) -> HostBytes:
+    """Page-locked memory in which no two places look alike."""
+    host = backend.host_bytes(nbytes)
+    host[:] = np.frombuffer(np.random.default_rng(0).bytes(nbytes), np.uint8)
+    return host
+
+
 def load_rate(
     backend: CudaBackend,
     method: Method | None,
+    host: HostBytes,
     source_region: KvRegion,
     target_region: Region,
     tokens: int,
@@ -90,14 +98,16 @@ def load_rate(
 ) -> dict[str, Any]:
     """A whole prompt's KV layer by layer, as the executor gives it: by one method, or by the backend's choice.
 
+    Args:
+        host: what lies in the source region.
+
     Raises `RuntimeError` where a copy failed, or where bytes arrived other than they were.
     """
     copies = [
         layer_copies(source_region, target_region, layer, 0, tokens)
         for layer in range(source_region.layout.layers)
     ]
-    host, device = backend.host_bytes(source_region.nbytes), backend.device_bytes(target_region.nbytes)
-    host[:] = np.random.default_rng(0).integers(0, 256, host.size, np.uint8)
+    device = backend.device_bytes(target_region.nbytes)
     stream = backend.stream("load")
     seconds, enqueued = [], []
     try:
@@ -116,7 +126,9 @@ def load_rate(
                 seconds.append(backend.time_of(events[-1][1]) - backend.time_of(events[0][0]))
     finally:
         backend.release(stream)
-    check_arrived(backend.read(device), host, copies[-1])
+    first = min(copy.destination for copy in copies[-1])
+    last = max(copy.destination + copy.nbytes for copy in copies[-1])
+    check_arrived(backend.read(device[first:last]), first, host, copies[-1])
     nbytes = sum(total_bytes(layer) for layer in copies)
     return {
         "copies_a_layer": len(copies[0]),
@@ -127,10 +139,10 @@ def load_rate(
     }
 
 
-def check_arrived(device: HostBytes, host: HostBytes, copies: Sequence[CopyDescriptor]) -> None:
-    """Raises `RuntimeError` naming a copy that did not bring its bytes."""
+def check_arrived(device: HostBytes, first: int, host: HostBytes, copies: Sequence[CopyDescriptor]) -> None:
+    """Raises `RuntimeError` naming a copy that did not bring its bytes; `device` is its block from byte `first` on."""
     for copy in copies:
-        to, from_ = (slice(at, at + copy.nbytes) for at in (copy.destination, copy.source))
+        to, from_ = (slice(at, at + copy.nbytes) for at in (copy.destination - first, copy.source))
         if not np.array_equal(device[to], host[from_]):
             raise RuntimeError(f"{copy} did not bring its bytes")
 

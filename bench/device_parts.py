@@ -18,6 +18,7 @@ from kvlane.bench.device_copies import (
     beside_copies,
     load_rate,
     plain_rate,
+    random_bytes,
     rates_by_size,
     regions,
 )
@@ -77,13 +78,15 @@ def copies(save: Save) -> None:
         )
         save(found)
         found["loads"] = {}
+        source, _ = regions(_TOKENS, None)
+        host = random_bytes(backend, source.nbytes)
         for name, form in _FORMS.items():
-            source, target = regions(_TOKENS, form)
+            _, target = regions(_TOKENS, form)
             methods: list[Method | None] = [None, *backend.copier.possible]
             if form is not None and form.order == "head":
                 methods = [None]
             for way in methods:
-                row = load_rate(backend, way, source, target, _TOKENS)
+                row = load_rate(backend, way, host, source, target, _TOKENS)
                 found["loads"][f"{name}, {way or 'chosen'}"] = row
                 found["lines"].append(
                     f"8B KV of {_TOKENS:,} tokens, {name}, {way or 'chosen'}: {show_rate(row['bytes_per_s'])},"

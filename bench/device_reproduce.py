@@ -29,6 +29,7 @@ from kvlane.policy.planner import Planner
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 from kvlane.streams.executor import LayerExecutor
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.layout import KvRegion
 
 SHORTEST_PROMPT = 256
 # The calibration goes beyond the prompt, and to none of its own lengths.
@@ -282,6 +283,7 @@ def _is_stored(lab: Lab, store: HostStore, ids: Ids, end: int) -> bool:
     hit = store.lookup(lab.engine.identity, ids)
     with store.open(hit, 0, end) as run:
         memory, region = run.memory, run.region
+        assert isinstance(region, KvRegion), "this store holds whole prompts, layer by layer"
         for layer, rows in enumerate(lab.engine.layer_bytes(0, end)):
             for mine, at in ((rows[0], region.key_offset(layer)), (rows[1], region.value_offset(layer))):
                 if not np.array_equal(mine, memory[at : at + mine.size]):

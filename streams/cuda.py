@@ -175,8 +175,7 @@ class CudaBackend:
         return self.pinned.allocate(nbytes)
 
     def read(self, device: torch.Tensor) -> HostBytes:
-        if device.dtype != torch.uint8 or not device.is_contiguous():
-            raise KvSafetyError(f"device memory is handed around as flat bytes, not as {device.dtype}")
+        _check_bytes(device)
         self._reads.wait_stream(self.compute.torch)
         with torch.inference_mode(False), torch.cuda.stream(self._reads):
             memory: HostBytes = torch.empty(device.numel(), dtype=torch.uint8).numpy()
@@ -193,7 +192,7 @@ class CudaBackend:
             return stream
 
     def release(self, stream: Stream) -> None:
-        # What it was given keeps its memory until `close`, or until another stream is made.
+        # What it was given keeps its memory until another stream is made after it is done, or until `close`.
         _copy_stream(stream).closed = True
 
     def event(self) -> Event:
@@ -216,6 +215,7 @@ class CudaBackend:
         done: Event,
     ) -> None:
         lane, first, last = _copy_stream(stream), _cuda(began), _cuda(done)
+        _check_bytes(destination)
         first.check_unrecorded()
         last.check_unrecorded()
         runs = runs_of(copies, source.size, destination.numel())
@@ -372,6 +372,11 @@ class CudaBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_bytes(device: torch.Tensor) -> None:
+    if device.dtype != torch.uint8 or not device.is_contiguous():
+        raise KvSafetyError(f"device memory is handed around as flat bytes, not as {device.dtype}")
 
 
 def _cuda(event: Event) -> CudaEvent:
