@@ -1,9 +1,8 @@
 """A CUDA device: torch's streams and events, page-locked host memory, copies by whatever way is fastest for their size.
 
-What an interpreter-side stop does on the CPU the device does here: `wait` and `copy` return at once on every stream,
-and what became of them is known once their events have fired. Needs a CUDA build of torch; cupy and `cuda.bindings`
-(the extras `cuda12` and `cuda13`) add the fast ways to copy into small blocks. Nothing touches a device before a
-backend is made.
+`wait` and `copy` return at once on every stream, `compute` included, and what became of them is known once their
+events have fired. Needs a CUDA build of torch; cupy and `cuda.bindings` (the extras `cuda12` and `cuda13`) add the fast
+ways to copy into small blocks. Nothing touches a device before a backend is made.
 
 A device that has reported an error (an illegal access, say) answers every later call with it. From then on every event
 counts as fired, with a `DeviceLostError` as its failure, and whatever would give the device work raises one: loads in
@@ -35,8 +34,8 @@ from kvlane.transfer.store import HostBytes, KvSafetyError
 _CLOSE_TIMEOUT_S = 30.0
 # Portable and mapped: pinned for every context of the process, and readable by kernels.
 _REGISTER_FLAGS = 1 | 2
-# CUDA has no timed wait. The first of these a waiting thread asks without sleeping, so that a layer that is nearly
-# there is not slept past; later it sleeps for a share of what it has waited already.
+# CUDA has no timed wait. A waiting thread asks without a pause for the first of these, so that a layer that is nearly
+# there is not slept past; then it sleeps for a share of what it has waited already.
 _SPIN_S = 200e-6
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.05, 1e-3
 
