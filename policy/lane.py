@@ -8,14 +8,12 @@ from itertools import accumulate
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plan import MOST_TOKENS, Estimate, LoadSegment, Path, Request
-from kvlane.policy.search import crossing, lowest_maximum
+from kvlane.policy.search import closed_in, lowest_maximum
+from kvlane.policy.split_points import SplitPoints
 from kvlane.policy.transfer_cost import Computes, TransferCost
 
 # No crossover is looked for beyond this many tokens.
 _LONGEST_PREFIX = MOST_TOKENS
-
-# Split points are looked for in at most so many runs of equally many prefill chunks.
-_MOST_STRETCHES = 512
 
 
 def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part], band: float) -> Estimate:
@@ -111,95 +109,17 @@ class Lane:
         return self.estimate(lowest_maximum(front, wait, points), self.usable)
 
     def best_split(self) -> Estimate | None:
-        """The fastest proper split, None where no load unit ends strictly inside the usable run.
-
-        Between two bends TTFT is the larger of concave functions of the split point, so its least value lies at
-        a bend or where two of them cross: where copying a layer takes as long as computing one, or where a
-        pass's work takes as long as reading the weights.
-        """
+        """The fastest proper split, None where no load unit ends strictly inside the usable run."""
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
             return None
-        points = {low, high}
-        turns = self._chunk_turns()
-        for left, right in self._stretches(low, high):
-            points.update((left, right))
-            for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
-                points.update(crossing(signed, range(left, right + 1)))
-            points.update(self._before_turns(turns, left, right))
-        for point in tuple(points):
-            # A copy moves a whole run: loading up to its end costs no more copies.
-            for tokens in self.transfer.run_ends(point * self.unit - self.start):
-                points.add((self.start + tokens) // self.unit)
-        best = min(sorted(point for point in points if low <= point <= high), key=self._ttft_at)
-        return self.estimate(self.start, best * self.unit)
-
-    def _ttft_at(self, units: int) -> float:
-        return self.ttft(units * self.unit)
-
-    def _stretches(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Runs of split points, in load units, without a bend inside: the same number of prefill chunks, and
-        copies between the same rows of the link's table."""
-        cuts = {low}
-        for tokens in self.transfer.bends():
-            units = (self.start + tokens) // self.unit
-            cuts.update(cut for cut in (units, units + 1) if low <= cut <= high)
-        chunk, prompt = self.request.prefill_chunk_tokens, self.request.prompt_tokens
-        if chunk is not None and (high - low) * self.unit <= _MOST_STRETCHES * chunk:
-            # Chunks smaller than that next to the prompt make bends too slight to look for.
-            left = low
-            while left <= high:
-                cuts.add(left)
-                remaining = prompt - left * self.unit
-                # The fewest tokens that still take as many chunks.
-                shortest = (remaining - 1) // chunk * chunk + 1
-                left = max(left, (prompt - shortest) // self.unit) + 1
-        ordered = sorted(cuts)
-        return list(zip(ordered, [*(cut - 1 for cut in ordered[1:]), high], strict=True))
-
-    def _first_pass(self, end: int) -> int:
-        chunk = self.request.prefill_chunk_tokens
-        rest = self.request.prompt_tokens - end
-        return rest if chunk is None else min(rest, chunk)
-
-    def _copy_beyond_compute(self, units: int) -> float:
-        end = units * self.unit
-        compute = self.cost.prefill.pass_s(end, self._first_pass(end)) / self.cost.prefill.layers
-        return self.transfer.layer_s(end - self.start) - compute
-
-    def _beyond_floor(self, resident: int, new: int) -> float:
-        prefill = self.cost.prefill
-        return prefill.coefficients(resident).work_s(resident, new) - prefill.floor_of(resident + new)
-
-    def _first_beyond_floor(self, units: int) -> float:
-        end = units * self.unit
-        return self._beyond_floor(end, self._first_pass(end))
-
-    def _last_beyond_floor(self, units: int) -> float:
-        rest = self.request.prompt_tokens - units * self.unit
-        chunk = self.request.prefill_chunk_tokens
-        last = rest if chunk is None else (rest - 1) % chunk + 1
-        return self._beyond_floor(self.request.prompt_tokens - last, last)
-
-    def _chunk_turns(self) -> tuple[int, ...]:
-        """Resident tokens around which a whole prefill chunk leaves the floor, wherever the split is."""
-        chunk = self.request.prefill_chunk_tokens
-        if chunk is None:
-            return ()
-        return crossing(
-            lambda resident: self._beyond_floor(resident, chunk), range(1, self.request.prompt_tokens + 1)
-        )
-
-    def _before_turns(self, turns: tuple[int, ...], left: int, right: int) -> set[int]:
-        """Split points in a stretch from which a later whole chunk starts at one of the turns."""
-        chunk = self.request.prefill_chunk_tokens or 1  # without chunks there are no turns
-        points: set[int] = set()
-        for turn in turns:
-            # The chunk that starts at `turn` is a whole number of chunks after the split point.
-            before = (turn - left * self.unit) // chunk * chunk
-            units = (turn - before) // self.unit
-            points.update(point for point in (units, units + 1) if left <= point <= right)
-        return points
+        points = SplitPoints(self.cost, self.transfer, self.request, low, high).find()
+        if self.cost.executor != "bulk" and self.transfer.event_s:
+            # Each number of layers to an event has bends of its own.
+            best = closed_in(self.ttft, self.cuts(self.start, self.usable), points)
+        else:
+            best = min(points, key=self.ttft)
+        return self.estimate(self.start, best)
 
     def crossover(self) -> tuple[int | None, str]:
         """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower.

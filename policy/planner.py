@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from kvlane.policy.basis import Basis
@@ -75,6 +76,7 @@ class Planner:
         self.tie_margin = tie_margin
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
+        self._plain = model.uniform and model.layers[0].plain
         self.layer_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp) / self.layers
         self._transfers: dict[tuple[str, int], TransferCost] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
@@ -107,7 +109,7 @@ class Planner:
         candidates = [self._recompute(request)]
         alone = min((lane.load() for lane in useful), key=_ttft, default=None)
         if alone is not None:
-            both = self._pairs(useful)
+            both, shorter = self._pairs(useful)
             ways: list[list[Estimate | None]] = [
                 [alone],
                 [pair.load() for pair in both],
@@ -115,7 +117,10 @@ class Planner:
                 [pair.best_split() for pair in both],
             ]
             if self.executor == "two_ended":
-                ways += [[lane.two_ended() for lane in useful], [pair.two_ended() for pair in both]]
+                ways += [
+                    [lane.two_ended() for lane in useful],
+                    [pair.two_ended() for pair in (*both, *shorter)],
+                ]
             for way in ways:
                 found = [estimate for estimate in way if estimate is not None]
                 candidates += [min(found, key=_ttft)] if found else []
@@ -138,17 +143,20 @@ class Planner:
             return "no state checkpoint lies inside the usable prefix"
         return "the usable prefix is a single load unit"
 
-    def _pairs(self, lanes: Sequence[Lane]) -> list[TwoTiers]:
-        """Two tiers at once, the one that has more to give last; both orders where only layers' kinds tell them
-        apart."""
-        pairs = []
-        for at, one in enumerate(lanes):
-            for other in lanes[at + 1 :]:
-                if one.usable <= other.usable:
-                    pairs.append(TwoTiers(one, other))
-                if one.usable > other.usable or (one.usable == other.usable and not self.model.uniform):
-                    pairs.append(TwoTiers(other, one))
-        return pairs
+    def _pairs(self, lanes: Sequence[Lane]) -> tuple[list[TwoTiers], list[TwoTiers]]:
+        """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
+
+        As long as layers and load units are all alike, it is all one which tier brings which end.
+        """
+        alike = self._plain and all(lane.start % lane.unit == 0 for lane in lanes)
+        both, shorter = [], []
+        for one, other in combinations(sorted(lanes, key=lambda lane: lane.usable), 2):
+            both.append(TwoTiers(one, other))
+            if not alike:
+                both.append(TwoTiers(other, one))
+            elif one.usable < other.usable:
+                shorter.append(TwoTiers(other, one))
+        return both, shorter
 
     def _plan(
         self,
@@ -233,7 +241,7 @@ class Planner:
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
         """What each layer moves, None where all are plain and alike, which takes no list to say."""
-        if self.model.uniform and self.model.layers[0].plain:
+        if self._plain:
             return None
         if runs_per_layer not in self._known_bytes:
             form = self.model.form(self.kv_dtype)

@@ -66,6 +66,11 @@ class PrefillCost:
         """Whether every layer takes the same share of a pass."""
         return not self.unlike
 
+    @property
+    def floored(self) -> bool:
+        """Whether a pass may be bound by memory."""
+        return self.floor_s > 0 or self.floor_context_s > 0
+
     def layers_s(self, resident: int, new: int) -> Sequence[float]:
         """Seconds each layer takes in one pass; their sum is `pass_s`."""
         total = self.pass_s(resident, new)

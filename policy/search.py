@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 
 # Points tried first, evenly spaced; the best of them is then closed in on.
 GRID = 48
@@ -13,15 +14,23 @@ def crossing(signed: Callable[[int], float], points: Sequence[int]) -> tuple[int
     left, right = 0, len(points) - 1
     if right < 0:
         return ()
-    at_left = signed(points[left])
-    if at_left * signed(points[right]) > 0:
+    at_left, at_right = signed(points[left]), signed(points[right])
+    if at_left * at_right > 0:
         return ()
+    slow = 0
     while right - left > 1:
-        middle = (left + right) // 2
-        if at_left * signed(points[middle]) > 0:
-            left = middle
+        width = right - left
+        if slow < 2 and at_left != at_right:
+            # Where a straight line would cross; near one, two steps are enough.
+            middle = left + min(max(1, int(width * at_left / (at_left - at_right))), width - 1)
         else:
-            right = middle
+            middle = left + width // 2
+        value = signed(points[middle])
+        if at_left * value > 0:
+            left, at_left = middle, value
+        else:
+            right, at_right = middle, value
+        slow = slow + 1 if 2 * (right - left) > width else 0
     return points[left], points[right]
 
 
@@ -34,15 +43,18 @@ def lowest_maximum(
 
 
 def closed_in(
-    cost: Callable[[int], float], points: Sequence[int], also: Sequence[int] = (), grid: int = GRID
+    cost: Callable[[int], float], points: Sequence[int], also: Iterable[int] = (), grid: int = GRID
 ) -> int:
     """The cheapest point found by an even grid, and then by halving steps around the best one so far.
 
-    `also` are indices of points to try beside the grid. A dip narrower than the grid may be missed.
+    The neighbours of `also` are tried beside the grid. A dip narrower than the grid may be missed.
     """
     last = len(points) - 1
     step = max(1, last // grid)
-    tried: set[int] = {*range(0, last + 1, step), last, *(at for at in also if 0 <= at <= last)}
+    tried = {*range(0, last + 1, step), last}
+    for value in also:
+        at = bisect_left(points, value)
+        tried.update(near for near in (at - 1, at) if 0 <= near <= last)
     known: dict[int, float] = {at: cost(points[at]) for at in sorted(tried)}
     best = min(known, key=lambda at: known[at])
     while step > 1:

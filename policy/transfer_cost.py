@@ -91,6 +91,16 @@ class TransferCost:
         runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
         return runs * self.runs_per_layer
 
+    def even(self, unit: int) -> bool:
+        """Whether every load unit of `unit` tokens costs as much to move as every other, and events are free."""
+        runs = self.run_tokens
+        return (
+            not self.link.rate_table
+            and self.counted is None
+            and (runs is None or unit % runs == 0)
+            and not self.event_s
+        )
+
     def bends(self) -> list[int]:
         """Token counts at which the cost of a transfer changes its slope: a copy outgrows a row of the table."""
         per_token = self.layer_bytes_per_token * (1 if self.by_layer else self.layers)

@@ -13,7 +13,7 @@ _GRID = 12
 
 
 class TwoTiers:
-    """One request's choices on two tiers of which `last` has at least as much to give as `first`.
+    """One request's choices on two tiers.
 
     `first` brings tokens from where the load begins, `last` those after a boundary. A layer is there when both have
     brought their tokens of it. Over one link the second run follows the first.
@@ -23,18 +23,19 @@ class TwoTiers:
         self.first, self.last = first, last
         self.cost, self.request = last.cost, last.request
         self.start, self.usable = last.start, last.usable
+        self.more = first.usable > last.usable
         self.one_link = first.transfer.link.name == last.transfer.link.name
 
     def load(self) -> Estimate | None:
-        """Loading everything that `last` can give, None where no boundary lies inside it."""
-        if not self.first.cuts(self.start, self.usable):
+        """Loading everything usable, None where `first` has more of it or no boundary lies inside it."""
+        if self.more or not self.first.cuts(self.start, self.usable):
             return None
         return self._estimate("load", self.start, self.usable)
 
     def best_split(self) -> Estimate | None:
         """The fastest prefix split found that loads from both."""
         boundaries = self.first.cuts(self.start, self.usable)
-        ends = self.last.cuts(boundaries[0], self.usable) if boundaries else ()
+        ends = self.last.cuts(boundaries[0], self.usable + self.more) if boundaries else ()
         if not ends:
             return None
         best = closed_in(lambda end: self._estimate("split", self.start, end).ttft_s, ends, grid=_GRID)
@@ -72,12 +73,20 @@ class TwoTiers:
                 (self._cut(begin, point, end) for point in (points[-1], points[0])),
                 key=lambda parts: self.cost.wait_s(parts, computes),
             )
-        boundary = lowest_maximum(
+        near = lowest_maximum(
             lambda point: self.cost.wait_s(self._cut(begin, point, end)[:1], computes)[0],
             lambda point: self.cost.wait_s(self._cut(begin, point, end)[1:], computes)[0],
             points,
         )
-        return self._cut(begin, boundary, end)
+        if self.cost.executor != "bulk" and (self.first.transfer.event_s or self.last.transfer.event_s):
+            # The layers that share an event are the same on both links, and best for neither alone.
+            near = closed_in(
+                lambda point: self.cost.wait_s(self._cut(begin, point, end), computes)[0],
+                points,
+                (near,),
+                _GRID,
+            )
+        return self._cut(begin, near, end)
 
     def _cut(self, begin: int, boundary: int, end: int) -> tuple[Part, Part]:
         last = self.last.part(boundary, end, end)
