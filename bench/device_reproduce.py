@@ -18,7 +18,7 @@ from kvlane.bench.calibrate import Options as CalibrateOptions
 from kvlane.bench.calibrate import calibrate_lab
 from kvlane.bench.lab import AloneTimes, Answer, Ids, Lab
 from kvlane.bench.measuring import Condition, Outcome
-from kvlane.bench.scenarios import UNIT_TOKENS
+from kvlane.bench.paths import UNIT_TOKENS
 from kvlane.bench.subject import Subject
 from kvlane.bench.tuning import Tick
 from kvlane.policy.calibration_apply import calibrated

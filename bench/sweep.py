@@ -17,14 +17,13 @@ from transformers import LlamaForCausalLM
 
 from kvlane.bench.lab import Answer, Ids, Lab
 from kvlane.bench.measuring import Condition, Outcome, Setting, measure_conditions
+from kvlane.bench.paths import UNIT_TOKENS, decide, path_conditions
 from kvlane.bench.progress import Steps
 from kvlane.bench.rounds import KEPT, Rounds, calibration_points, longest_point
-from kvlane.bench.scenarios import UNIT_TOKENS
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
 from kvlane.bench.tuning import Tick, Tuner
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
-from kvlane.policy.path_cost import PathCost
 from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.probe import probe_link
@@ -208,13 +207,13 @@ class _Run:
             setting = Setting(f"ratio {ratio:g}", lab, self.store, self.ids, planner, self.spec)
             outcomes = measure_conditions(
                 setting,
-                conditions(planner, options.tokens),
+                path_conditions(planner, options.tokens, options.tokens),
                 options.reps,
                 self.tick,
                 alone_reps=options.alone_reps,
             )
             share = _core_share(begun, _core_times(home), _core_times(lab))
-        return Rung(ratio, rate, decide(planner, options.tokens), outcomes, share)
+        return Rung(ratio, rate, decide(planner, options.tokens, options.tokens), outcomes, share)
 
     def _planner(self, link: LinkFit) -> Planner:
         return self.tuner.planner(
@@ -251,45 +250,6 @@ class _Run:
         (outcome,) = measure_conditions(setting, [layered], self.options.overlap_reps, self.tick, reference)
         layer_bytes = overlap.loaded * self.options.shape.kv_bytes_per_token // self.options.shape.layers
         return Overlapped(overlap, layer_bytes, outcome, _core_share(begun, _core_times(self.home)))
-
-
-def decide(planner: Planner, tokens: int) -> Plan:
-    """The plan for a prompt of which everything is stored."""
-    return planner.decide(Request(tokens, {"host": tokens}, load_unit_tokens=UNIT_TOKENS))
-
-
-def conditions(planner: Planner, tokens: int) -> list[Condition]:
-    """Every path at its best, as the policy predicts it, and the policy's choice among them."""
-    plan = decide(planner, tokens)
-    recompute, load = plan.estimates["recompute"], plan.estimates["load"]
-    assert recompute is not None
-    assert load is not None
-    transfer, usable = planner.transfer("host", UNIT_TOKENS), load.end
-    bulk, layered = PathCost(planner.prefill, "bulk"), PathCost(planner.prefill, "layered")
-
-    def loaded(end: int) -> float:
-        return layered.load_s(transfer, 0, end, tokens)
-
-    def after(start: int) -> float:
-        return layered.load_s(transfer, start, usable, tokens, resident=0)
-
-    inside = range(UNIT_TOKENS, usable, UNIT_TOKENS)
-    split, begin = min(inside, key=loaded), min(inside, key=after)
-    return [
-        Condition("recompute", "recompute", None, 0, recompute.ttft_s),
-        Condition("bulk load", "load", "bulk", usable, bulk.load_s(transfer, 0, usable, tokens)),
-        Condition("layered load", "load", "layered", usable, loaded(usable)),
-        Condition("prefix split", "split", "layered", split, loaded(split)),
-        Condition("two-ended", "split", "layered", usable - begin, after(begin), begin),
-        Condition(
-            "choice",
-            plan.path,
-            "layered" if plan.load else None,
-            plan.load_tokens,
-            plan.ttft_s,
-            plan.load[0].start if plan.load else 0,
-        ),
-    ]
 
 
 def _held(options: Options) -> int:
