@@ -59,7 +59,8 @@ class _Runtime:
             return self._noted(torch.cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
 
     def unregister(self, address: int) -> int:
-        return self._noted(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self._device):
+            return self._noted(torch.cuda.cudart().cudaHostUnregister(address))
 
     def describe(self, code: int) -> str:
         return f"CUDA error {code}"
