@@ -88,7 +88,7 @@ def row_copies(
     """The coalesced copies of tokens `[start, end)`, offsets counted from the layers' first bytes."""
     runs: list[CopyDescriptor] = []
     for from_, to in _side_by_side(sources, destinations):
-        for first, last in pieces(start, end, from_, to):
+        for first, last in _pieces(start, end, from_, to):
             at_source = from_.at(first) + heads.start * from_.head_stride
             at_destination = to.at(first)
             for source, destination, nbytes in _runs(from_, to, len(heads), last - first):
@@ -104,7 +104,7 @@ def _side_by_side(sources: Sides, destinations: Sides) -> list[tuple[Rows, Rows]
     return [pair for pair in zip(sources, destinations, strict=True) if pair[0].nbytes]
 
 
-def pieces(start: int, end: int, *sides: Rows) -> Iterator[tuple[int, int]]:
+def _pieces(start: int, end: int, *sides: Rows) -> Iterator[tuple[int, int]]:
     """`[start, end)` cut wherever a side goes on to its next block."""
     at = start
     while at < end:
