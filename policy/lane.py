@@ -20,18 +20,22 @@ def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part
     """Computing what lies before `parts` while they load, beside each other, and then the rest of the prompt."""
     resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
     begin, end = parts[0].start, parts[-1].end
-    wait, group = cost.wait_s(parts, cost.computes(end, prompt, chunk))
-    front = cost.prefill.prefill_s(resident, begin - resident, chunk)
+    wait, arrived, group = cost.arrival(parts, cost.computes(end, prompt, chunk))
+    front = cost.prefill.prefill_s(resident, begin - resident, chunk) if begin > resident else 0.0
     rest = cost.recompute_s(end, prompt, chunk)
     return Estimate(
         path=path,
         ttft_s=rest + max(front, wait),
         compute_s=front + rest,
         front_s=front,
-        transfer_s=cost.copies_s(parts, group),
+        transfer_s=arrived,
         load=tuple(
-            LoadSegment(part.tier, part.start, part.end, round(part.transfer.bytes(part.end - part.start)))
-            for part in parts
+            [
+                LoadSegment(
+                    part.tier, part.start, part.end, round(part.transfer.bytes(part.end - part.start))
+                )
+                for part in parts
+            ]
         ),
         group_layers=group,
         band=band,
@@ -104,9 +108,9 @@ class Lane:
             return cost.prefill.prefill_s(self.start, begin - self.start, chunk)
 
         def wait(begin: int) -> float:
-            return cost.wait_s((self.part(begin, self.usable, self.usable),), computes)[0]
+            return cost.alone_s(self.transfer, self.usable - begin, computes)
 
-        return self.estimate(lowest_maximum(front, wait, points), self.usable)
+        return self.estimate(lowest_maximum(front, wait, points)[0], self.usable)
 
     def best_split(self) -> Estimate | None:
         """The fastest proper split, None where no load unit ends strictly inside the usable run."""

@@ -119,6 +119,10 @@ class PrefillCost:
             return 0.0
         cost = self.extend
         work, work_step = cost.work_s(resident, chunk), cost.pair_s * chunk * chunk
+        contexts = count * (resident + chunk) + chunk * count * (count - 1) / 2
+        fixed = count * cost.overhead_s + cost.context_s * contexts
+        if not self.floored:
+            return fixed + count * work + work_step * count * (count - 1) / 2
         floor, floor_step = self.floor_of(resident + chunk), self.floor_context_s * chunk
         gap, gap_step = work - floor, work_step - floor_step
         work_first = gap > 0 or (gap == 0 and gap_step > 0)
@@ -133,8 +137,7 @@ class PrefillCost:
             return (high - low) * start + step * (high * (high - 1) - low * (low - 1)) / 2
 
         passes = series(*first, 0, turn) + series(*then, turn, count)
-        contexts = series(resident + chunk, chunk, 0, count)
-        return count * cost.overhead_s + passes + cost.context_s * contexts
+        return fixed + passes
 
     @classmethod
     def from_profile(

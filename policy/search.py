@@ -17,29 +17,39 @@ def crossing(signed: Callable[[int], float], points: Sequence[int]) -> tuple[int
     at_left, at_right = signed(points[left]), signed(points[right])
     if at_left * at_right > 0:
         return ()
-    slow = 0
+    one, other, slow = (left, at_left), (right, at_right), 0
     while right - left > 1:
         width = right - left
-        if slow < 2 and at_left != at_right:
-            # Where a straight line would cross; near one, two steps are enough.
-            middle = left + min(max(1, int(width * at_left / (at_left - at_right))), width - 1)
+        rise = one[1] - other[1]
+        if slow < 2 and rise:
+            # Where a straight line through the last two would cross; near one, few steps are enough.
+            middle = one[0] + int((other[0] - one[0]) * one[1] / rise)
+            middle = min(max(middle, left + 1), right - 1)
         else:
             middle = left + width // 2
-        value = signed(points[middle])
-        if at_left * value > 0:
-            left, at_left = middle, value
+        one, other = other, (middle, signed(points[middle]))
+        if at_left * other[1] > 0:
+            left = middle
         else:
-            right, at_right = middle, value
+            right = middle
         slow = slow + 1 if 2 * (right - left) > width else 0
     return points[left], points[right]
 
 
 def lowest_maximum(
     rising: Callable[[int], float], falling: Callable[[int], float], points: Sequence[int]
-) -> int:
-    """The point at which the larger of a rising and a falling function is least."""
-    near = crossing(lambda point: rising(point) - falling(point), points)
-    return min(near or (points[0], points[-1]), key=lambda point: max(rising(point), falling(point)))
+) -> tuple[int, float]:
+    """The point at which the larger of a rising and a falling function is least, and how large it is there."""
+    larger: dict[int, float] = {}
+
+    def gap(point: int) -> float:
+        one, other = rising(point), falling(point)
+        larger[point] = one if one > other else other
+        return one - other
+
+    crossing(gap, points)
+    best = min(larger, key=lambda point: larger[point])
+    return best, larger[best]
 
 
 def closed_in(

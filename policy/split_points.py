@@ -34,6 +34,8 @@ class SplitPoints:
         """Tokens after which to split, ascending; the best is among them, or hardly better than one of them."""
         low, high = self.low, self.high
         even = self.transfer.even(self.unit) and not self.floored
+        if even and self.chunk is None and not self.by_layer:
+            return [low * self.unit, high * self.unit]
         signs: list[Callable[[int], float]] = []
         if self.by_layer:
             signs.append(self._copy_beyond_compute)

@@ -125,9 +125,10 @@ class TransferCost:
         if not self.by_layer:
             return self._chunks_s(tokens) / self.layers
         link = self.link
-        if not link.rate_table and link.per_copy_s == 0.0:
-            return moved / link.rate_bytes_per_s
-        return self.copies(tokens) * link.per_copy_s + moved / link.rate_at(self.copy_bytes(tokens))
+        if not link.rate_table:
+            fixed = self.copies(tokens) * link.per_copy_s if link.per_copy_s else 0.0
+            return fixed + moved / link.rate_bytes_per_s
+        return moved / link.rate_at(self.copy_bytes(tokens))
 
     def _chunks_s(self, tokens: int) -> float:
         rate = self.link.rate_at(self.copy_bytes(tokens))
