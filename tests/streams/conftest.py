@@ -105,15 +105,17 @@ class FailingBackend(CpuBackend):
 
 
 class StuckBackend(CpuBackend):
-    """The first copy of one layer stands still until `go` is set."""
+    """The copies of one layer stand still, from when `reached` is set until `go` is."""
 
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
+        self.reached = threading.Event()
         self.go = threading.Event()
 
     def _copy_piece(self, destination, source, piece):
         if piece.layer == self.layer:
+            self.reached.set()
             self.go.wait()
         super()._copy_piece(destination, source, piece)
 

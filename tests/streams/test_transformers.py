@@ -228,11 +228,18 @@ class TestFaults:
         model, ids = kit.model(), kit.ids(TOKENS)
         store, full = kit.stored(model, ids)
         with kit.StuckBackend(layer=1) as backend:
+
+            def until_reached(*_):
+                assert backend.reached.wait(10)
+
             engine = kit.engine(model, backend)
             engine.prefill(ids[:13])
             before = engine.kv
             with store.open(store.lookup(engine.identity, ids), 13, 80) as run:
+                # However busy the machine, the copy stands still before anybody asks for it.
+                hook = model.model.layers[0].register_forward_pre_hook(until_reached)
                 result = engine.prefill(ids, 13, run, deadline_s=0.05)
+                hook.remove()
             assert (result.failures[0].layer, result.passes[0].start) == (1, 13)
             assert result.first_token == full.first_token
             np.testing.assert_allclose(result.logits, full.logits, rtol=0, atol=1e-4)
