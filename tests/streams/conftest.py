@@ -128,9 +128,9 @@ def make_engine(model, backend, tokens=128):
     return TransformersEngine(model, backend, tokens, name="tiny", weights_revision="seed-0")
 
 
-def stored(model, ids, unit=UNIT):
+def stored(model, ids, unit=UNIT, kind=HostStore):
     """A store that holds the prompt's KV as a real prefill wrote it, and that prefill's result."""
-    store = HostStore(unit)
+    store = kind(unit)
     with CpuBackend() as backend:
         engine = make_engine(model, backend, len(ids))
         result = engine.prefill(ids)
