@@ -1,6 +1,6 @@
 # Everything runs in .venv, which these targets make and keep up to date by themselves.
 #
-#   make demo     the whole idea on this machine's CPU; the table and results.json land in results/
+#   make demo     the whole idea on this machine's CPU; table, results.json, timeline.png, trace.json land in results/
 #   make test     the test suite              (PYTEST_ARGS="-k planner" narrows it)
 #   make lint     ruff, mypy --strict, import-linter
 #   make clean    drop caches and build leftovers; make distclean drops .venv too

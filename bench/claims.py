@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlane.bench.measuring import Outcome
+from kvlane.bench.paths import UNIT_TOKENS
 from kvlane.bench.reproduce import Report, Reproduction
-from kvlane.bench.scenarios import UNIT_TOKENS
 
 # The compute thread must have had a core for this share of its time, or nothing measured at two moments compares.
 BUSY_BELOW = 0.9
@@ -33,12 +34,18 @@ def judge(reproduction: Reproduction) -> list[Claim]:
         _overlaps(reproduction.reports[1]),
         _beats_bulk(reproduction.reports[1]),
     ]
-    split = _split_beats_both(reproduction.reports[2])
-    if split is not None:
-        claims.append(split)
+    claims += _splits_beat_both(reproduction.reports[2])
     if reproduction.core_share >= BUSY_BELOW:
         return claims
     return [Claim(claim.text, None, claim.numbers) for claim in claims]
+
+
+def render_claims(claims: Sequence[Claim]) -> str:
+    """A line for each claim, with what came of it."""
+    words = {True: "held", False: "DID NOT HOLD", None: "not judged, BUSY"}
+    width = max((len(words[claim.held]) for claim in claims), default=0)
+    lines = [f"   {words[claim.held]:{width}}  {claim.text}: {claim.numbers}" for claim in claims]
+    return "\n".join(("claims", *lines))
 
 
 def _named(report: Report, name: str) -> Outcome | None:
@@ -99,12 +106,16 @@ def _beats_bulk(report: Report) -> Claim:
     )
 
 
-def _split_beats_both(report: Report) -> Claim | None:
-    split, load, recompute = (_named(report, name) for name in ("prefix split", "layered load", "recompute"))
-    if split is None or load is None or recompute is None:
-        return None
-    return Claim(
-        f"{report.scenario.key}: the split beats loading everything and recomputing everything",
-        split.median_s < min(load.median_s, recompute.median_s),
-        f"{split.median_s:.3f} s against {load.median_s:.3f} s and {recompute.median_s:.3f} s",
-    )
+def _splits_beat_both(report: Report) -> list[Claim]:
+    load, recompute = _named(report, "layered load"), _named(report, "recompute")
+    assert load is not None
+    assert recompute is not None
+    splits = [split for name in ("prefix split", "two-ended") if (split := _named(report, name)) is not None]
+    return [
+        Claim(
+            f"{report.scenario.key}: {split.condition.name} beats loading everything and recomputing everything",
+            split.median_s < min(load.median_s, recompute.median_s),
+            f"{split.median_s:.3f} s against {load.median_s:.3f} s and {recompute.median_s:.3f} s",
+        )
+        for split in splits
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,10 +10,14 @@ from typing import Annotated
 
 import typer
 
+from kvlane.bench.cli_sweep import sweep
 from kvlane.bench.cli_validate import validate
+from kvlane.bench.outputs import check_file, check_folder
 from kvlane.policy.cli import run_app
 from kvlane.policy.errors import InputError
 from kvlane.policy.units import parse_rate
+
+_WRITTEN = ("results.json", "report.txt", "trace.json", "observations.json", "timeline.png")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -85,7 +88,7 @@ def reproduce(
         link_bytes_per_s=rate,
     )
     check(options)
-    write_check(out)
+    check_folder(out, _WRITTEN)
     try:
         reproduction = reproduce(options)
     except (WrongAnswerError, LoadError) as error:
@@ -100,7 +103,7 @@ def _reproduce_on_device(models: Sequence[str], tokens: int | None, reps: int, o
     from kvlane.bench.device_reproduce import Options
 
     options = Options(tokens=tokens if tokens is not None else 12_370, reps=reps)
-    write_check(out)
+    check_folder(out, _WRITTEN)
     if not reproduce_on_device(models, options, out):
         print("kvlane-bench: wrong answer: see the problems above", file=sys.stderr)
         raise typer.Exit(1)
@@ -149,7 +152,7 @@ def calibrate(
         raise InputError("calibrate", f"needs {error.name}", "pip install 'kvlane[transformers]'") from None
     check_device(device)
     if observations is not None:
-        file_check(out)
+        check_file(out)
         record = observed.calibrate(observed.read(observations))
         write(record, out)
         print(summary(record, out))
@@ -158,7 +161,7 @@ def calibrate(
         tokens=tokens if tokens is not None else 512 if quick else 4096,
         reps=reps if reps is not None else 2 if quick else 4,
     )
-    file_check(out)
+    check_file(out)
     if device == "cuda":
         record = calibrate_device(model if model is not None else DEFAULT_MODEL, options, time.time())
     else:
@@ -173,32 +176,7 @@ def calibrate(
 
 
 app.command()(validate)
-
-
-def file_check(out: Path) -> None:
-    """Refuses a file that cannot be written before minutes are spent; raises `InputError` naming `--out`."""
-    if out.is_dir():
-        raise InputError("--out", f"{out} is a folder", "a file")
-    if not out.parent.is_dir():
-        raise InputError("--out", f"there is no folder {out.parent}", "a file in a folder that exists")
-    if not os.access(out.parent, os.W_OK):
-        raise InputError("--out", f"{out.parent} cannot be written", "a file in a folder that can")
-
-
-def write_check(out: Path) -> None:
-    """Refuses a folder that cannot be written before minutes are spent; raises `InputError` naming `--out`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-        for name in ("results.json", "report.txt", "trace.json", "observations.json", "timeline.png"):
-            if (out / name).exists():
-                (out / name).open("ab").close()
-    except OSError as error:
-        raise InputError(
-            "--out", f"{error.filename or out}: {error.strerror or error}", "a folder that can be written"
-        ) from None
+app.command()(sweep)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from kvlane.bench.calibrate import Options as CalibrateOptions
 from kvlane.bench.calibrate import calibrate_lab
 from kvlane.bench.lab import AloneTimes, Answer, Ids, Lab
 from kvlane.bench.measuring import Condition, Outcome
-from kvlane.bench.scenarios import UNIT_TOKENS
+from kvlane.bench.paths import UNIT_TOKENS
 from kvlane.bench.subject import Subject
 from kvlane.bench.tuning import Tick
 from kvlane.policy.calibration_apply import calibrated
@@ -29,6 +29,7 @@ from kvlane.policy.planner import Planner
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 from kvlane.streams.executor import LayerExecutor
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.layout import KvRegion
 
 SHORTEST_PROMPT = 256
 # The calibration goes beyond the prompt, and to none of its own lengths.
@@ -282,6 +283,7 @@ def _is_stored(lab: Lab, store: HostStore, ids: Ids, end: int) -> bool:
     hit = store.lookup(lab.engine.identity, ids)
     with store.open(hit, 0, end) as run:
         memory, region = run.memory, run.region
+        assert isinstance(region, KvRegion), "this store holds whole prompts, layer by layer"
         for layer, rows in enumerate(lab.engine.layer_bytes(0, end)):
             for mine, at in ((rows[0], region.key_offset(layer)), (rows[1], region.value_offset(layer))):
                 if not np.array_equal(mine, memory[at : at + mine.size]):

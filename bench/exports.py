@@ -15,7 +15,8 @@ from kvlane.bench.trace import trace_json
 from kvlane.bench.tuning import link_name
 from kvlane.policy.calibration_record import TierRecord
 
-_PICTURED = ("bulk load", "layered load")
+# By scenario: waiting for all layers, for each, and computing the front meanwhile.
+_PICTURED = (("B", "bulk load"), ("B", "layered load"), ("C", "two-ended"))
 
 
 def write_exports(reproduction: Reproduction, host: dict[str, Any], out: Path) -> str:
@@ -32,8 +33,8 @@ def write_exports(reproduction: Reproduction, host: dict[str, Any], out: Path) -
     except ImportError:
         said.append("  (timeline.png needs matplotlib: pip install 'kvlane[plot]')")
     else:
-        draw_timelines(_pictured(reproduction.reports[1]), out / "timeline.png")
-        said.append("  timeline.png       the layers of B, loaded in bulk and by layer")
+        draw_timelines(_pictured(reproduction), out / "timeline.png")
+        said.append("  timeline.png       the layers of B in bulk, of B by layer, and of C two-ended")
     return "\n".join(said)
 
 
@@ -47,8 +48,13 @@ def _timeline(report: Report, outcome: Outcome) -> Timeline:
     return timeline_of(title, outcome.median_answer.result)
 
 
-def _pictured(report: Report) -> list[Timeline]:
-    return [_timeline(report, outcome) for outcome in report.outcomes if outcome.condition.name in _PICTURED]
+def _pictured(reproduction: Reproduction) -> list[Timeline]:
+    return [
+        _timeline(report, outcome)
+        for report in reproduction.reports
+        for outcome in report.outcomes
+        if (report.scenario.key, outcome.condition.name) in _PICTURED
+    ]
 
 
 def _about(reproduction: Reproduction, host: dict[str, Any]) -> dict[str, str]:

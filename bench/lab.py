@@ -267,9 +267,10 @@ class Lab:
 
 
 def timeline_rows(result: PrefillResult) -> list[dict[str, Any]]:
-    """The layers of one answer as plain values, seconds after the submission."""
+    """The layers of one answer's passes as plain values, seconds after the submission."""
     return [
         {
+            "pass": each.kind,
             "layer": row.layer,
             "bytes": row.bytes,
             "copies": row.copies,
@@ -280,5 +281,6 @@ def timeline_rows(result: PrefillResult) -> list[dict[str, Any]]:
             "compute_end_s": row.compute_end_s,
             "exposed_s": row.exposed_s,
         }
-        for row in result.layers
+        for each in result.passes
+        for row in each.layers
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlane.bench.claims import BUSY_BELOW, judge
+from kvlane.bench.claims import BUSY_BELOW, judge, render_claims
 from kvlane.bench.measuring import Outcome
 from kvlane.bench.reproduce import Report, Reproduction
+from kvlane.bench.table import render_table
 from kvlane.bench.timeline import timeline_of
 from kvlane.bench.timeline_text import render_timeline
 from kvlane.policy.catalog import load_model
@@ -40,7 +41,7 @@ def render(reproduction: Reproduction, host: dict[str, Any]) -> str:
         )
     parts += [_scenario(reproduction, report) for report in reproduction.reports]
     parts += [_timeline(reproduction.reports[1]), _answers(reproduction)]
-    parts += [_claims(reproduction), _published(reproduction)]
+    parts += [render_claims(judge(reproduction)), _published(reproduction)]
     return "\n\n".join(parts)
 
 
@@ -96,7 +97,7 @@ def _scenario(reproduction: Reproduction, report: Report) -> str:
         outcome for outcome in report.outcomes if outcome.condition.name == "choice"
     ).median_answer.plan
     assert plan is not None
-    return "\n".join((title, _table(rows), f"chosen: {plan.reason}"))
+    return "\n".join((title, render_table(rows, left=2), f"chosen: {plan.reason}"))
 
 
 def _row(outcome: Outcome, recompute_s: float) -> tuple[str, ...]:
@@ -116,19 +117,6 @@ def _row(outcome: Outcome, recompute_s: float) -> tuple[str, ...]:
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("   " + "  ".join(cells).rstrip())
-    lines.insert(1, "   " + "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
 def _timeline(report: Report) -> str:
     outcome = next(outcome for outcome in report.outcomes if outcome.condition.name == "layered load")
     title = f"{report.scenario.key}'s layered load"
@@ -144,14 +132,6 @@ def _answers(reproduction: Reproduction) -> str:
         f" two largest logits of a prompt lie at least {reproduction.top2_gap:.2g} apart; bytes loaded equal the plan's"
         " every time"
     )
-
-
-def _claims(reproduction: Reproduction) -> str:
-    words = {True: "held", False: "DID NOT HOLD", None: "not judged, BUSY"}
-    claims = judge(reproduction)
-    width = max(len(words[claim.held]) for claim in claims)
-    lines = [f"   {words[claim.held]:{width}}  {claim.text}: {claim.numbers}" for claim in claims]
-    return "\n".join(("claims", *lines))
 
 
 def _published(reproduction: Reproduction) -> str:

@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM
 from kvlane.bench.lab import LOAD_DEADLINE_S, Answer, Ids, Lab
 from kvlane.bench.measuring import Outcome
 from kvlane.bench.observations import Observation
+from kvlane.bench.paths import UNIT_TOKENS
 from kvlane.bench.progress import Steps
 from kvlane.bench.scenarios import (
-    UNIT_TOKENS,
     Scenario,
     chat_turn,
     measure,
@@ -24,10 +24,11 @@ from kvlane.bench.scenarios import (
     published,
 )
 from kvlane.bench.shape import Shape, build_model, config_of, random_prompt, spec_of
-from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points
+from kvlane.bench.tuning import PassSamples, Point, Tick, Tuner, fresh_points, whole_units
 from kvlane.policy.calibration import LinkFit
 from kvlane.policy.errors import InputError
 from kvlane.policy.model import ModelSpec
+from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Planner
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 from kvlane.streams.probe import probe_link
@@ -35,6 +36,8 @@ from kvlane.transfer.host import HostStore
 from kvlane.transfer.probe import CopySample
 
 SHORTEST_PROMPT = 512
+# What the engine can do.
+_EXECUTOR: Executor = "two_ended"
 _SEED = 12_370
 
 
@@ -103,10 +106,7 @@ _EXTEND = {
         (0.1, 0.8, 1),
     ),
 }
-# Shares of the longest transfer a link is calibrated on: that of the calibration prompt held, or, on a paced link,
-# what takes so many seconds.
-_LINK = (1 / 8, 1 / 2, 1.0)
-_LONGEST_PROBE_S = 0.4
+_OFF_UNIT = 5
 # Whole loads to calibrate A on, in shares of its prompt.
 _LOADED = (0.8, 0.94)
 # The calibration prompt is held up to this share of the prompt.
@@ -148,7 +148,7 @@ class _Bench:
         self.home.keep(self.earlier, self.ids, b.stored_tokens)
         self.step("stored", self.spec.prefill_flop(0, a.tokens))
         fresh = self.tuner.fresh(_lengths(a))
-        self.tuner.keep(_whole_units(_HELD * a.tokens))
+        self.tuner.keep(whole_units(_HELD * a.tokens, UNIT_TOKENS))
         reports = [self._published(a, fresh), self._chat_turn(b, fresh, reference), self._near_break_even(c)]
         gap = min(_top2_gap(report.outcomes[0].answers[0]) for report in reports)
         share = self.home.on_core_s / self.home.computing_s
@@ -191,7 +191,7 @@ class _Bench:
         fresh = self.tuner.fresh(_lengths(scenario))
         extend = self.tuner.extend(_points(scenario))
         # The break-even rate does not depend on the link's own.
-        anywhere = self.tuner.planner(scenario.tokens, fresh, extend, self._link(self.home), "layered")
+        anywhere = self.tuner.planner(scenario.tokens, fresh, extend, self._link(self.home), _EXECUTOR)
         plan = scenario.plan(anywhere)
         load, recompute = plan.estimates["load"], plan.estimates["recompute"]
         assert load is not None
@@ -213,24 +213,19 @@ class _Bench:
     ) -> Report:
         """Calibrates the link of `lab`, predicts, and only then measures."""
         link = self._link(lab)
-        planner = self.tuner.planner(scenario.tokens, fresh, extend, link, "layered")
+        planner = self.tuner.planner(scenario.tokens, fresh, extend, link, _EXECUTOR)
         if scenario.key == "A":
             # Little is computed here, so what a load costs beside its copies is no longer small.
             ends = [int(share * self.options.tokens) // UNIT_TOKENS * UNIT_TOKENS for share in _LOADED]
             overhead_s = self.tuner.load_overhead_s(lab, planner, scenario.suffix_tokens, ends)
-            planner = self.tuner.planner(scenario.tokens, fresh, extend, link, "layered", overhead_s)
+            planner = self.tuner.planner(scenario.tokens, fresh, extend, link, _EXECUTOR, overhead_s)
         outcomes = measure(
             scenario, lab, store, ids, planner, self.options.reps, reference, self.spec, self.step
         )
         return Report(scenario, planner, lab.backend.link_bytes_per_s, outcomes)
 
     def _link(self, lab: Lab) -> LinkFit:
-        longest = _HELD * self.options.tokens
-        rate = lab.backend.link_bytes_per_s
-        if rate is not None:
-            longest = min(longest, _LONGEST_PROBE_S * rate / self.spec.kv_bytes_per_token("fp32"))
-        lengths = {_whole_units(share * longest) for share in _LINK}
-        return self.tuner.link(lab, sorted(lengths), self.memcpy if rate is None else ())
+        return self.tuner.link_up_to(lab, _HELD * self.options.tokens, self.memcpy)
 
     def _prompt(self, tokens: int, number: int) -> Ids:
         return random_prompt(self.options.shape, tokens, _SEED + number)
@@ -250,13 +245,11 @@ def _lab(model: LlamaForCausalLM, options: Options, link_bytes_per_s: float | No
     return Lab(model, options.tokens, f"seed-{_SEED}", link_bytes_per_s)
 
 
-def _whole_units(tokens: float) -> int:
-    return max(UNIT_TOKENS, round(tokens / UNIT_TOKENS) * UNIT_TOKENS)
-
-
 def _lengths(scenario: Scenario) -> list[int]:
-    """Full prefills to calibrate on, none as long as the scenario's prompt."""
-    lengths = {_whole_units(share * scenario.tokens) for share in _FRESH[scenario.key]}
+    """Full prefills to calibrate on: none as long as the scenario's prompt, nor as a front, which is whole units."""
+    lengths = {
+        whole_units(share * scenario.tokens, UNIT_TOKENS) + _OFF_UNIT for share in _FRESH[scenario.key]
+    }
     return sorted(length + (length == scenario.tokens) for length in lengths)
 
 
@@ -275,7 +268,7 @@ def _points(scenario: Scenario) -> list[Point]:
 def _total_work(spec: ModelSpec, options: Options) -> float:
     """FLOP of everything to come, for the progress bar."""
     a, b, c = _scenarios(options.tokens)
-    held = _whole_units(_HELD * a.tokens)
+    held = whole_units(_HELD * a.tokens, UNIT_TOKENS)
     passes = [(0, a.tokens), (0, c.tokens)]
     passes += [
         (0, point.new)
@@ -295,6 +288,7 @@ def _total_work(spec: ModelSpec, options: Options) -> float:
         (0, c.tokens),
         *[(b.usable_tokens, b.suffix_tokens)] * 4,
         *[(c.tokens // 2,) * 2] * 3,
+        *[(0, c.tokens // 2)] * 4,
     ]
     passes += measured * options.reps
     return sum(spec.prefill_flop(resident, new) for resident, new in passes)

@@ -90,6 +90,7 @@ def _condition(outcome: Outcome) -> dict[str, Any]:
         "executor": condition.executor,
         "predicted_s": condition.predicted_s,
         "measured_s": outcome.measured_s,
+        "load_start": condition.start,
         "load_tokens": results[0].loaded_tokens,
         "loaded_bytes": [answer.moved_bytes for answer in outcome.answers],
         "first_token": [result.first_token for result in results],

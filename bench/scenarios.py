@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from kvlane.bench.lab import Answer, Ids, Lab
 from kvlane.bench.measuring import Condition, Outcome, Setting, measure_conditions
+from kvlane.bench.paths import UNIT_TOKENS, decide, path_conditions
 from kvlane.bench.tuning import Tick
 from kvlane.policy.model import ModelSpec
-from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import Plan, Request
+from kvlane.policy.plan import Plan
 from kvlane.policy.planner import Planner
 from kvlane.transfer.host import HostStore
-
-UNIT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,7 @@ class Scenario:
         return self.tokens - self.usable_tokens
 
     def plan(self, planner: Planner) -> Plan:
-        hits = {"host": min(self.stored_tokens, self.tokens)}
-        return planner.decide(Request(self.tokens, hits, load_unit_tokens=UNIT_TOKENS))
+        return decide(planner, self.tokens, self.stored_tokens)
 
 
 def published(tokens: int) -> Scenario:
@@ -55,28 +52,13 @@ def chat_turn(tokens: int) -> Scenario:
 def near_break_even(tokens: int) -> Scenario:
     """C: a prompt a third as long, on a link on which loading it takes about as long as computing it."""
     short = max(8 * UNIT_TOKENS, round(tokens * 4096 / 12_370))
-    conditions = ("recompute", "layered load", "prefix split", "choice")
+    conditions = ("recompute", "layered load", "prefix split", "two-ended", "choice")
     return Scenario("C", "near the break-even rate", short, short, conditions)
 
 
-def conditions(scenario: Scenario, layered: Planner) -> list[Condition]:
+def conditions(scenario: Scenario, planner: Planner) -> list[Condition]:
     """The scenario's conditions with their predictions, from one calibrated policy."""
-    plan = scenario.plan(layered)
-    bulk = PathCost(layered.prefill, "bulk")
-    transfer = layered.transfer("host", UNIT_TOKENS)
-    load, split, recompute = (plan.estimates[path] for path in ("load", "split", "recompute"))
-    assert load is not None
-    assert recompute is not None
-    chosen = plan.estimates[plan.path]
-    assert chosen is not None
-    every = [
-        Condition("recompute", "recompute", None, 0, recompute.ttft_s),
-        Condition("bulk load", "load", "bulk", load.end, bulk.load_s(transfer, 0, load.end, scenario.tokens)),
-        Condition("layered load", "load", "layered", load.end, load.ttft_s),
-        Condition("choice", plan.path, "layered" if plan.load else None, plan.load_tokens, chosen.ttft_s),
-    ]
-    if split is not None:
-        every.insert(3, Condition("prefix split", "split", "layered", split.end, split.ttft_s))
+    every = path_conditions(planner, scenario.tokens, scenario.stored_tokens)
     return [condition for condition in every if condition.name in scenario.conditions]
 
 

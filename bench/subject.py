@@ -64,6 +64,11 @@ def named_subject(
         raise InputError(
             "--model", f"{short} is of kind {kind!r}, which does not run here", ", ".join(MODEL_TYPES)
         )
+    if any(layer.window is not None or layer.state is not None for layer in spec.layers):
+        # A load of it is no prefix that a shorter one could be cut from, as measuring prefills after a load needs.
+        raise InputError(
+            "--model", f"{short} has layers with a sliding window or a state", "full attention in every layer"
+        )
     dtype = _TORCH_DTYPES.get(spec.weight_dtype)
     if dtype is None:
         raise InputError(

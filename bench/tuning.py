@@ -25,6 +25,9 @@ from kvlane.transfer.probe import CopySample
 _SMALLEST_PROBED_BYTES = 4 << 20
 # A paced link is never faster than its pace; a fit that says so by more than this has fitted noise.
 _PACE_MARGIN = 1.05
+# Shares of the longest transfer a link is calibrated on, which on a paced link takes at most so many seconds.
+_LINK = (1 / 8, 1 / 2, 1.0)
+_LONGEST_PROBE_S = 0.4
 # Prefills of at most so many tokens are cheap enough to repeat.
 _REPEATED_TOKENS = 5_200
 _MODES: tuple[Mode, ...] = ("bulk", "layered")
@@ -92,6 +95,15 @@ class Tuner:
             samples += [sample] * point.repeats
             heads.append(head)
         return PassSamples(tuple(samples), fit_pass(samples, rectangle=True), statistics.median(heads))
+
+    def link_up_to(self, lab: Lab, longest: float, probed: Sequence[CopySample]) -> LinkFit:
+        """Copies of up to `longest` tokens of those kept over the link of `lab`; of plain memory also what was probed
+        of it."""
+        rate = lab.backend.link_bytes_per_s
+        if rate is not None:
+            longest = min(longest, _LONGEST_PROBE_S * rate / self.spec.kv_bytes_per_token("fp32"))
+        lengths = {whole_units(share * longest, self.store.unit_tokens) for share in _LINK}
+        return self.link(lab, sorted(lengths), probed if rate is None else ())
 
     def link(self, lab: Lab, lengths: Sequence[int], probed: Sequence[CopySample] = ()) -> LinkFit:
         """Copies of these lengths over the link of `lab`, with nothing computing, and what was probed of it."""
@@ -170,6 +182,11 @@ class Tuner:
         work = point.repeats * self.spec.prefill_flop(point.resident, point.new)
         self.tick(f"calibrating on {point.new:,} tokens{after}", work)
         return taken
+
+
+def whole_units(tokens: float, unit_tokens: int) -> int:
+    """Tokens rounded to whole load units, one at least."""
+    return max(unit_tokens, round(tokens / unit_tokens) * unit_tokens)
 
 
 def link_name(paced_bytes_per_s: float | None) -> str:

@@ -8,32 +8,34 @@ from itertools import accumulate
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plan import MOST_TOKENS, Estimate, LoadSegment, Path, Request
-from kvlane.policy.search import crossing, lowest_maximum
+from kvlane.policy.search import closed_in, lowest_maximum
+from kvlane.policy.split_points import SplitPoints
 from kvlane.policy.transfer_cost import Computes, TransferCost
 
 # No crossover is looked for beyond this many tokens.
 _LONGEST_PREFIX = MOST_TOKENS
-
-# Split points are looked for in at most so many runs of equally many prefill chunks.
-_MOST_STRETCHES = 512
 
 
 def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part], band: float) -> Estimate:
     """Computing what lies before `parts` while they load, beside each other, and then the rest of the prompt."""
     resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
     begin, end = parts[0].start, parts[-1].end
-    wait, group = cost.wait_s(parts, cost.computes(end, prompt, chunk))
-    front = cost.prefill.prefill_s(resident, begin - resident, chunk)
+    wait, arrived, group = cost.arrival(parts, cost.computes(end, prompt, chunk))
+    front = cost.prefill.prefill_s(resident, begin - resident, chunk) if begin > resident else 0.0
     rest = cost.recompute_s(end, prompt, chunk)
     return Estimate(
         path=path,
         ttft_s=rest + max(request.device_busy_s + front, wait),
         compute_s=front + rest,
         front_s=front,
-        transfer_s=cost.copies_s(parts, group),
+        transfer_s=arrived,
         load=tuple(
-            LoadSegment(part.tier, part.start, part.end, round(part.transfer.bytes(part.end - part.start)))
-            for part in parts
+            [
+                LoadSegment(
+                    part.tier, part.start, part.end, round(part.transfer.bytes(part.end - part.start))
+                )
+                for part in parts
+            ]
         ),
         group_layers=group,
         band=band,
@@ -108,108 +110,22 @@ class Lane:
             return self.busy_s + cost.prefill.prefill_s(self.start, begin - self.start, chunk)
 
         def wait(begin: int) -> float:
-            return cost.wait_s((self.part(begin, self.usable, self.usable),), computes)[0]
+            return cost.alone_s(self.transfer, self.usable - begin, computes)
 
-        return self.estimate(lowest_maximum(front, wait, points), self.usable)
+        return self.estimate(lowest_maximum(front, wait, points)[0], self.usable)
 
     def best_split(self) -> Estimate | None:
-        """The fastest proper split, None where no load unit ends strictly inside the usable run.
-
-        Between two bends TTFT is the larger of concave functions of the split point, so its least value lies at
-        a bend or where two of them cross: where copying a layer takes as long as computing one, where a
-        pass's work takes as long as reading the weights, or where what is waited for takes as long as the
-        device's queue.
-        """
+        """The fastest proper split, None where no load unit ends strictly inside the usable run."""
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
             return None
-        points = {low, high}
-        turns = self._chunk_turns()
-        for left, right in self._stretches(low, high):
-            points.update((left, right))
-            for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
-                points.update(crossing(signed, range(left, right + 1)))
-            if self.busy_s:
-                points.update(crossing(self._wait_beyond_queue, range(left, right + 1)))
-            points.update(self._before_turns(turns, left, right))
-        for point in tuple(points):
-            # A copy moves a whole run: loading up to its end costs no more copies.
-            for tokens in self.transfer.run_ends(point * self.unit - self.start):
-                points.add((self.start + tokens) // self.unit)
-        best = min(sorted(point for point in points if low <= point <= high), key=self._ttft_at)
-        return self.estimate(self.start, best * self.unit)
-
-    def _ttft_at(self, units: int) -> float:
-        return self.ttft(units * self.unit)
-
-    def _stretches(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Runs of split points, in load units, without a bend inside: the same number of prefill chunks, and
-        copies between the same rows of the link's table."""
-        cuts = {low}
-        for tokens in self.transfer.bends():
-            units = (self.start + tokens) // self.unit
-            cuts.update(cut for cut in (units, units + 1) if low <= cut <= high)
-        chunk, prompt = self.request.prefill_chunk_tokens, self.request.prompt_tokens
-        if chunk is not None and (high - low) * self.unit <= _MOST_STRETCHES * chunk:
-            # Chunks smaller than that next to the prompt make bends too slight to look for.
-            left = low
-            while left <= high:
-                cuts.add(left)
-                remaining = prompt - left * self.unit
-                # The fewest tokens that still take as many chunks.
-                shortest = (remaining - 1) // chunk * chunk + 1
-                left = max(left, (prompt - shortest) // self.unit) + 1
-        ordered = sorted(cuts)
-        return list(zip(ordered, [*(cut - 1 for cut in ordered[1:]), high], strict=True))
-
-    def _first_pass(self, end: int) -> int:
-        chunk = self.request.prefill_chunk_tokens
-        rest = self.request.prompt_tokens - end
-        return rest if chunk is None else min(rest, chunk)
-
-    def _copy_beyond_compute(self, units: int) -> float:
-        end = units * self.unit
-        compute = self.cost.prefill.pass_s(end, self._first_pass(end)) / self.cost.prefill.layers
-        return self.transfer.layer_s(end - self.start) - compute
-
-    def _beyond_floor(self, resident: int, new: int) -> float:
-        prefill = self.cost.prefill
-        return prefill.coefficients(resident).work_s(resident, new) - prefill.floor_of(resident + new)
-
-    def _first_beyond_floor(self, units: int) -> float:
-        end = units * self.unit
-        return self._beyond_floor(end, self._first_pass(end))
-
-    def _last_beyond_floor(self, units: int) -> float:
-        rest = self.request.prompt_tokens - units * self.unit
-        chunk = self.request.prefill_chunk_tokens
-        last = rest if chunk is None else (rest - 1) % chunk + 1
-        return self._beyond_floor(self.request.prompt_tokens - last, last)
-
-    def _wait_beyond_queue(self, units: int) -> float:
-        end = units * self.unit
-        computes = self.cost.computes(end, self.request.prompt_tokens, self.request.prefill_chunk_tokens)
-        return self.cost.wait_s((self.part(self.start, end, end),), computes)[0] - self.busy_s
-
-    def _chunk_turns(self) -> tuple[int, ...]:
-        """Resident tokens around which a whole prefill chunk leaves the floor, wherever the split is."""
-        chunk = self.request.prefill_chunk_tokens
-        if chunk is None:
-            return ()
-        return crossing(
-            lambda resident: self._beyond_floor(resident, chunk), range(1, self.request.prompt_tokens + 1)
-        )
-
-    def _before_turns(self, turns: tuple[int, ...], left: int, right: int) -> set[int]:
-        """Split points in a stretch from which a later whole chunk starts at one of the turns."""
-        chunk = self.request.prefill_chunk_tokens or 1  # without chunks there are no turns
-        points: set[int] = set()
-        for turn in turns:
-            # The chunk that starts at `turn` is a whole number of chunks after the split point.
-            before = (turn - left * self.unit) // chunk * chunk
-            units = (turn - before) // self.unit
-            points.update(point for point in (units, units + 1) if left <= point <= right)
-        return points
+        points = SplitPoints(self.cost, self.transfer, self.request, low, high).find()
+        if self.cost.executor != "bulk" and self.transfer.event_s:
+            # Each number of layers to an event has bends of its own.
+            best = closed_in(self.ttft, self.cuts(self.start, self.usable), points)
+        else:
+            best = min(points, key=self.ttft)
+        return self.estimate(self.start, best)
 
     def crossover(self) -> tuple[int | None, str]:
         """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower.

@@ -58,7 +58,5 @@ class LayerwiseLane(Lane):
         if self.recurrent:
             return self.estimate(self.start, min(points, key=self.ttft))
         # Beyond a window, loading more moves nothing more in that layer.
-        windows = {layer.window for layer in self.kinds if layer.window is not None}
-        bends = [(self.start + window - points[0]) // self.unit for window in windows]
-        also = [at for bend in bends for at in (bend, bend + 1)]
-        return self.estimate(self.start, closed_in(self.ttft, points, also))
+        bends = {self.start + layer.window for layer in self.kinds if layer.window is not None}
+        return self.estimate(self.start, closed_in(self.ttft, points, bends))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvlane.policy.plan import Executor
@@ -53,50 +54,54 @@ class PathCost:
         later chunks find everything there. From `resident` < `start` on, the tokens before the load are computed
         while it runs, in passes of their own. `busy_s` is work ahead on the device: passes wait for it, copies do not.
         """
-        computes = self.computes(end, prompt, chunk)
-        wait, _ = self.wait_s((Part("", transfer, start, end),), computes)
+        wait = self.alone_s(transfer, end - start, self.computes(end, prompt, chunk))
         front = 0.0 if resident is None else self.prefill.prefill_s(resident, start - resident, chunk)
         return self.recompute_s(end, prompt, chunk) + max(busy_s + front, wait)
 
     def computes(self, end: int, prompt: int, chunk: int | None) -> Computes:
-        """Seconds of each layer of the first pass after `end` loaded tokens."""
+        """Seconds of each layer of the first pass after `end` loaded tokens, under which others may arrive."""
+        if self.executor == "bulk":
+            return 0.0
         prefill = self.prefill
         new = prompt - end if chunk is None else min(chunk, prompt - end)
         if prefill.uniform:
             return prefill.pass_s(end, new) / prefill.layers
         return prefill.layers_s(end, new)
 
-    def wait_s(self, parts: Sequence[Part], computes: Computes) -> tuple[float, int]:
-        """How long the first pass waits for the parts, which arrive beside each other, and how many layers should
-        share one event.
+    def alone_s(self, transfer: TransferCost, tokens: int, computes: Computes) -> float:
+        """How long the first pass waits for one load of `tokens` tokens."""
+        if self.executor == "bulk":
+            return transfer.total_s(tokens)
+        if not transfer.event_s:
+            return transfer.wait_s(tokens, computes)
+        return self.arrival((Part("", transfer, 0, tokens),), computes)[0]
+
+    def arrival(self, parts: Sequence[Part], computes: Computes) -> tuple[float, float, int]:
+        """How long the first pass waits for parts that arrive beside each other, when all of them are there, and how
+        many layers should share an event.
 
         The number that makes the wait shortest is taken: fewer events cost less, and larger groups are waited for
         longer.
         """
-        best, group = self._wait_s(parts, computes, 1), 1
         if self.executor == "bulk" or not any(part.transfer.event_s for part in parts):
-            return best, group
-        for layers in range(2, self.prefill.layers + 1):
-            wait = self._wait_s(parts, computes, layers)
-            if wait < best:
-                best, group = wait, layers
-        return best, group
+            return self._arrival(parts, computes, 1)
+        groups = range(1, self.prefill.layers + 1)
+        return min((self._arrival(parts, computes, layers) for layers in groups), key=itemgetter(0))
 
-    def copies_s(self, parts: Sequence[Part], group_layers: int) -> float:
-        """Seconds until all parts have arrived."""
-        # A pass that computes nothing meanwhile waits for the whole of each.
-        return self._wait_s(parts, 0.0, group_layers)
-
-    def _wait_s(self, parts: Sequence[Part], computes: Computes, group_layers: int) -> float:
-        wait = done = 0.0
-        for part in parts:
-            transfer, tokens = part.transfer, part.end - part.start
-            if part.follows:
+    def _arrival(
+        self, parts: Sequence[Part], computes: Computes, group_layers: int
+    ) -> tuple[float, float, int]:
+        bulk = self.executor == "bulk"
+        wait = last = done = 0.0
+        for _, transfer, start, end, follows in parts:
+            tokens = end - start
+            if follows:
                 transfer = transfer.behind(done)
-            if self.executor == "bulk":
-                done = transfer.total_s(tokens)
-                wait = max(wait, done)
+            if bulk:
+                waited = done = transfer.total_s(tokens)
             else:
+                waited = transfer.wait_s(tokens, computes, group_layers)
                 done = transfer.done_s(tokens, group_layers)
-                wait = max(wait, transfer.wait_s(tokens, computes, group_layers))
-        return wait
+            wait = waited if waited > wait else wait
+            last = done if done > last else last
+        return wait, last, group_layers

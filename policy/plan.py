@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvlane.policy.basis import Basis
 
 Path = Literal["load", "recompute", "split"]
-PATHS: tuple[Path, ...] = ("load", "recompute", "split")
 Executor = Literal["bulk", "layered", "two_ended"]
 EXECUTORS: tuple[Executor, ...] = ("bulk", "layered", "two_ended")
 

@@ -5,8 +5,9 @@ A planner holds everything that does not change between requests; `decide` is pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from kvlane.policy.basis import Basis
@@ -18,7 +19,7 @@ from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_by
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import EXECUTORS, PATHS, Estimate, Executor, Parameter, Path, Plan, Request
+from kvlane.policy.plan import EXECUTORS, Estimate, Executor, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.two_tiers import TwoTiers
@@ -75,7 +76,9 @@ class Planner:
         self.tie_margin = tie_margin
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
-        self.layer_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp) / self.layers
+        self._plain = model.uniform and model.layers[0].plain
+        self.kv_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp)
+        self.layer_bytes_per_token = self.kv_bytes_per_token / self.layers
         self._transfers: dict[tuple[str, int], TransferCost] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._link_errors = calibration.link_errors if calibration is not None else {}
@@ -105,32 +108,40 @@ class Planner:
         lanes = {tier: self._lane(tier, request) for tier in request.hits}
         useful = [lane for lane in lanes.values() if lane.gain > 0]
         candidates = [self._recompute(request)]
-        alone = min((lane.load() for lane in useful), key=_ttft, default=None)
-        if alone is not None:
-            both = self._pairs(useful)
-            ways: list[list[Estimate | None]] = [
-                [alone],
-                [pair.load() for pair in both],
-                [lane.best_split() for lane in useful],
-                [pair.best_split() for pair in both],
-            ]
-            if self.executor == "two_ended":
-                ways += [[lane.two_ended() for lane in useful], [pair.two_ended() for pair in both]]
-            for way in ways:
-                found = [estimate for estimate in way if estimate is not None]
-                candidates += [min(found, key=_ttft)] if found else []
+        alone = None
+        for way in self._ways(useful):
+            found = [estimate for estimate in way if estimate is not None]
+            if found:
+                candidates.append(min(found, key=_ttft) if len(found) > 1 else found[0])
+                alone = alone or candidates[-1]
         chosen = self._choose(candidates, request.device_busy_s)
-        estimates: dict[Path, Estimate | None] = {}
-        for path in PATHS:
-            own = (candidate for candidate in candidates if candidate.path == path)
-            estimates[path] = chosen if chosen.path == path else min(own, key=_ttft, default=None)
+        estimates: dict[Path, Estimate | None] = {"load": None, "recompute": None, "split": None}
+        for candidate in candidates:
+            best = estimates[candidate.path]
+            if best is None or candidate.ttft_s < best.ttft_s:
+                estimates[candidate.path] = candidate
+        estimates[chosen.path] = chosen
         unavailable: dict[Path, str] = {}
         if alone is None:
-            nothing = "; ".join(lane.no_gain() for lane in lanes.values()) or "no stored prefix"
+            nothing = "; ".join([lane.no_gain() for lane in lanes.values()]) or "no stored prefix"
             unavailable = {"load": nothing, "split": nothing}
         elif estimates["split"] is None:
             unavailable = {"split": self._no_split}
         return self._plan(request, lanes, chosen, estimates, unavailable, alone)
+
+    def _ways(self, lanes: Sequence[Lane]) -> Iterator[list[Estimate | None]]:
+        """What can be done with the tiers that have something to give, the steadiest way first, and in each way the
+        candidates there are: loading all of a tier's comes first."""
+        both, shorter = self._pairs(lanes) if len(lanes) > 1 else ((), ())
+        yield [lane.load() for lane in lanes]
+        if both:
+            yield [pair.load() for pair in both]
+        yield [lane.best_split() for lane in lanes]
+        if both:
+            yield [pair.best_split() for pair in both]
+        if self.executor == "two_ended":
+            yield [lane.two_ended() for lane in lanes]
+            yield [pair.two_ended() for pair in (*both, *shorter)]
 
     @property
     def _no_split(self) -> str:
@@ -138,17 +149,20 @@ class Planner:
             return "no state checkpoint lies inside the usable prefix"
         return "the usable prefix is a single load unit"
 
-    def _pairs(self, lanes: Sequence[Lane]) -> list[TwoTiers]:
-        """Two tiers at once, the one that has more to give last; both orders where only layers' kinds tell them
-        apart."""
-        pairs = []
-        for at, one in enumerate(lanes):
-            for other in lanes[at + 1 :]:
-                if one.usable <= other.usable:
-                    pairs.append(TwoTiers(one, other))
-                if one.usable > other.usable or (one.usable == other.usable and not self.model.uniform):
-                    pairs.append(TwoTiers(other, one))
-        return pairs
+    def _pairs(self, lanes: Sequence[Lane]) -> tuple[list[TwoTiers], list[TwoTiers]]:
+        """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
+
+        As long as layers and load units are all alike, it is all one which tier brings which end.
+        """
+        alike = self._plain and all(lane.start % lane.unit == 0 for lane in lanes)
+        both, shorter = [], []
+        for one, other in combinations(sorted(lanes, key=lambda lane: lane.usable), 2):
+            both.append(TwoTiers(one, other))
+            if not alike:
+                both.append(TwoTiers(other, one))
+            elif one.usable < other.usable:
+                shorter.append(TwoTiers(other, one))
+        return both, shorter
 
     def _plan(
         self,
@@ -164,7 +178,6 @@ class Planner:
             tier = (chosen.load if len(chosen.load) == 1 else alone.load)[0].tier
         # A load from several tiers goes as far as the last of them reaches.
         furthest = chosen.load[-1].tier if chosen.load else tier
-        usable = max((lane.usable for lane in lanes.values()), default=0)
         return Plan(
             model=self.model.name,
             machine=self.machine.name,
@@ -179,9 +192,11 @@ class Planner:
             estimates=estimates,
             unavailable=unavailable,
             tie_margin=self.tie_margin,
-            kv_bytes_per_token=self.model.kv_bytes_per_token(self.kv_dtype, self.tp),
+            kv_bytes_per_token=self.kv_bytes_per_token,
             tp=self.tp,
-            usable_tokens=usable if furthest is None else lanes[furthest].usable,
+            usable_tokens=max((lane.usable for lane in lanes.values()), default=0)
+            if furthest is None
+            else lanes[furthest].usable,
             basis=Basis(request, lanes, tier, chosen, estimates, self._prefill_from, self._ranges),
         )
 
@@ -193,11 +208,12 @@ class Planner:
         band is consulted here. They share the device's queue too, so a near-tie is one of what comes after it: a
         share of a long queue would send every request to the path that makes it longer.
         """
-        best = min(candidate.ttft_s for candidate in candidates)
-        within = busy_s + (best - busy_s) * (1 + self.tie_margin)
-        return next(
-            candidate for candidate in candidates if candidate.ttft_s == best or candidate.ttft_s < within
-        )
+        fastest = min(candidates, key=_ttft)
+        near = busy_s + (fastest.ttft_s - busy_s) * (1 + self.tie_margin)
+        for candidate in candidates:
+            if candidate.ttft_s < near:
+                return candidate
+        return fastest
 
     def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
@@ -233,7 +249,7 @@ class Planner:
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
         """What each layer moves, None where all are plain and alike, which takes no list to say."""
-        if self.model.uniform and self.model.layers[0].plain:
+        if self._plain:
             return None
         if runs_per_layer not in self._known_bytes:
             form = self.model.form(self.kv_dtype)

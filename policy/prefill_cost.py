@@ -66,6 +66,11 @@ class PrefillCost:
         """Whether every layer takes the same share of a pass."""
         return not self.unlike
 
+    @property
+    def floored(self) -> bool:
+        """Whether a pass may be bound by memory."""
+        return self.floor_s > 0 or self.floor_context_s > 0
+
     def layers_s(self, resident: int, new: int) -> Sequence[float]:
         """Seconds each layer takes in one pass; their sum is `pass_s`."""
         total = self.pass_s(resident, new)
@@ -114,6 +119,10 @@ class PrefillCost:
             return 0.0
         cost = self.extend
         work, work_step = cost.work_s(resident, chunk), cost.pair_s * chunk * chunk
+        contexts = count * (resident + chunk) + chunk * count * (count - 1) / 2
+        fixed = count * cost.overhead_s + cost.context_s * contexts
+        if not self.floored:
+            return fixed + count * work + work_step * count * (count - 1) / 2
         floor, floor_step = self.floor_of(resident + chunk), self.floor_context_s * chunk
         gap, gap_step = work - floor, work_step - floor_step
         work_first = gap > 0 or (gap == 0 and gap_step > 0)
@@ -128,8 +137,7 @@ class PrefillCost:
             return (high - low) * start + step * (high * (high - 1) - low * (low - 1)) / 2
 
         passes = series(*first, 0, turn) + series(*then, turn, count)
-        contexts = series(resident + chunk, chunk, 0, count)
-        return count * cost.overhead_s + passes + cost.context_s * contexts
+        return fixed + passes
 
     @classmethod
     def from_profile(

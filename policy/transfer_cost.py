@@ -91,6 +91,16 @@ class TransferCost:
         runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
         return runs * self.runs_per_layer
 
+    def even(self, unit: int) -> bool:
+        """Whether every load unit of `unit` tokens costs as much to move as every other, and events are free."""
+        runs = self.run_tokens
+        return (
+            not self.link.rate_table
+            and self.counted is None
+            and (runs is None or unit % runs == 0)
+            and not self.event_s
+        )
+
     def bends(self) -> list[int]:
         """Token counts at which the cost of a transfer changes its slope: a copy outgrows a row of the table."""
         per_token = self.layer_bytes_per_token * (1 if self.by_layer else self.layers)
@@ -115,9 +125,10 @@ class TransferCost:
         if not self.by_layer:
             return self._chunks_s(tokens) / self.layers
         link = self.link
-        if not link.rate_table and link.per_copy_s == 0.0:
-            return moved / link.rate_bytes_per_s
-        return self.copies(tokens) * link.per_copy_s + moved / link.rate_at(self.copy_bytes(tokens))
+        if not link.rate_table:
+            fixed = self.copies(tokens) * link.per_copy_s if link.per_copy_s else 0.0
+            return fixed + moved / link.rate_bytes_per_s
+        return moved / link.rate_at(self.copy_bytes(tokens))
 
     def _chunks_s(self, tokens: int) -> float:
         rate = self.link.rate_at(self.copy_bytes(tokens))

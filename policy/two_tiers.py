@@ -13,7 +13,7 @@ _GRID = 12
 
 
 class TwoTiers:
-    """One request's choices on two tiers of which `last` has at least as much to give as `first`.
+    """One request's choices on two tiers.
 
     `first` brings tokens from where the load begins, `last` those after a boundary. A layer is there when both have
     brought their tokens of it. Over one link the second run follows the first.
@@ -23,22 +23,27 @@ class TwoTiers:
         self.first, self.last = first, last
         self.cost, self.request = last.cost, last.request
         self.start, self.usable = last.start, last.usable
+        self.more = first.usable > last.usable
         self.one_link = first.transfer.link.name == last.transfer.link.name
 
     def load(self) -> Estimate | None:
-        """Loading everything that `last` can give, None where no boundary lies inside it."""
-        if not self.first.cuts(self.start, self.usable):
+        """Loading everything usable, None where `first` has more of it or no boundary lies inside it."""
+        if self.more or not self.first.cuts(self.start, self.usable):
             return None
         return self._estimate("load", self.start, self.usable)
 
     def best_split(self) -> Estimate | None:
         """The fastest prefix split found that loads from both."""
         boundaries = self.first.cuts(self.start, self.usable)
-        ends = self.last.cuts(boundaries[0], self.usable) if boundaries else ()
+        ends = self.last.cuts(boundaries[0], self.usable + self.more) if boundaries else ()
         if not ends:
             return None
-        best = closed_in(lambda end: self._estimate("split", self.start, end).ttft_s, ends, grid=_GRID)
-        return self._estimate("split", self.start, best)
+        return self._estimate("split", self.start, closed_in(self._ttft, ends, grid=_GRID))
+
+    def _ttft(self, end: int) -> float:
+        prompt, chunk = self.request.prompt_tokens, self.request.prefill_chunk_tokens
+        _, wait = self._boundary(self.start, end, self.cost.computes(end, prompt, chunk))
+        return self.cost.recompute_s(end, prompt, chunk) + max(self.request.device_busy_s, wait)
 
     def two_ended(self) -> Estimate | None:
         """The fastest way to compute the front while both bring the rest."""
@@ -54,31 +59,42 @@ class TwoTiers:
             return request.device_busy_s + ahead
 
         def wait(begin: int) -> float:
-            return cost.wait_s(self._parts(begin, self.usable, computes), computes)[0]
+            return self._boundary(begin, self.usable, computes)[1]
 
-        return self._estimate("split", lowest_maximum(front, wait, begins), self.usable)
+        return self._estimate("split", lowest_maximum(front, wait, begins)[0], self.usable)
 
     def _estimate(self, path: Path, begin: int, end: int) -> Estimate:
         request = self.request
         computes = self.cost.computes(end, request.prompt_tokens, request.prefill_chunk_tokens)
+        boundary, _ = self._boundary(begin, end, computes)
         band = max(self.first.band, self.last.band)
-        return estimated(self.cost, request, path, self._parts(begin, end, computes), band)
+        return estimated(self.cost, request, path, self._cut(begin, boundary, end), band)
 
-    def _parts(self, begin: int, end: int, computes: Computes) -> tuple[Part, Part]:
-        """`[begin, end)` in two runs, the boundary where neither is waited for longer than the other."""
-        points = self.first.cuts(begin, end)
+    def _boundary(self, begin: int, end: int, computes: Computes) -> tuple[int, float]:
+        """Where `[begin, end)` is cut in two so that neither run is waited for longer than the other, and how long
+        the two are waited for then."""
+        cost, points = self.cost, self.first.cuts(begin, end)
+
+        def first(point: int) -> float:
+            return cost.alone_s(self.first.transfer.before(end - point), point - begin, computes)
+
+        def last(point: int) -> float:
+            return cost.alone_s(self.last.transfer, end - point, computes)
+
+        def both(point: int) -> float:
+            return cost.arrival(self._cut(begin, point, end), computes)[0]
+
         if self.one_link:
             # One after the other nothing is balanced: each token costs what it costs from its tier.
-            return min(
-                (self._cut(begin, point, end) for point in (points[-1], points[0])),
-                key=lambda parts: self.cost.wait_s(parts, computes),
-            )
-        boundary = lowest_maximum(
-            lambda point: self.cost.wait_s(self._cut(begin, point, end)[:1], computes)[0],
-            lambda point: self.cost.wait_s(self._cut(begin, point, end)[1:], computes)[0],
-            points,
-        )
-        return self._cut(begin, boundary, end)
+            waits = {point: both(point) for point in (points[-1], points[0])}
+            boundary = min(waits, key=lambda point: waits[point])
+            return boundary, waits[boundary]
+        boundary, wait = lowest_maximum(first, last, points)
+        if cost.executor != "bulk" and (self.first.transfer.event_s or self.last.transfer.event_s):
+            # The layers that share an event are the same on both links, and best for neither alone.
+            boundary = closed_in(both, points, (boundary,), _GRID)
+            wait = both(boundary)
+        return boundary, wait
 
     def _cut(self, begin: int, boundary: int, end: int) -> tuple[Part, Part]:
         last = self.last.part(boundary, end, end)

@@ -1,9 +1,8 @@
 """A CUDA device: torch's streams and events, page-locked host memory, copies by whatever way is fastest for their size.
 
-What an interpreter-side stop does on the CPU the device does here: `wait` and `copy` return at once on every stream,
-and what became of them is known once their events have fired. Needs a CUDA build of torch; cupy and `cuda.bindings`
-(the extras `cuda12` and `cuda13`) add the fast ways to copy into small blocks. Nothing touches a device before a
-backend is made.
+`wait` and `copy` return at once on every stream, `compute` included, and what became of them is known once their
+events have fired. Needs a CUDA build of torch; cupy and `cuda.bindings` (the extras `cuda12` and `cuda13`) add the fast
+ways to copy into small blocks. Nothing touches a device before a backend is made.
 
 A device that has reported an error (an illegal access, say) answers every later call with it. From then on every event
 counts as fired, with a `DeviceLostError` as its failure, and whatever would give the device work raises one: loads in
@@ -35,8 +34,8 @@ from kvlane.transfer.store import HostBytes, KvSafetyError
 _CLOSE_TIMEOUT_S = 30.0
 # Portable and mapped: pinned for every context of the process, and readable by kernels.
 _REGISTER_FLAGS = 1 | 2
-# CUDA has no timed wait. The first of these a waiting thread asks without sleeping, so that a layer that is nearly
-# there is not slept past; later it sleeps for a share of what it has waited already.
+# CUDA has no timed wait. A waiting thread asks without a pause for the first of these, so that a layer that is nearly
+# there is not slept past; then it sleeps for a share of what it has waited already.
 _SPIN_S = 200e-6
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.05, 1e-3
 
@@ -60,7 +59,8 @@ class _Runtime:
             return self._noted(torch.cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS))
 
     def unregister(self, address: int) -> int:
-        return self._noted(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self._device):
+            return self._noted(torch.cuda.cudart().cudaHostUnregister(address))
 
     def describe(self, code: int) -> str:
         return f"CUDA error {code}"
@@ -175,8 +175,7 @@ class CudaBackend:
         return self.pinned.allocate(nbytes)
 
     def read(self, device: torch.Tensor) -> HostBytes:
-        if device.dtype != torch.uint8 or not device.is_contiguous():
-            raise KvSafetyError(f"device memory is handed around as flat bytes, not as {device.dtype}")
+        _check_bytes(device)
         self._reads.wait_stream(self.compute.torch)
         with torch.inference_mode(False), torch.cuda.stream(self._reads):
             memory: HostBytes = torch.empty(device.numel(), dtype=torch.uint8).numpy()
@@ -193,7 +192,7 @@ class CudaBackend:
             return stream
 
     def release(self, stream: Stream) -> None:
-        # What it was given keeps its memory until `close`, or until another stream is made.
+        # What it was given keeps its memory until another stream is made after it is done, or until `close`.
         _copy_stream(stream).closed = True
 
     def event(self) -> Event:
@@ -216,6 +215,7 @@ class CudaBackend:
         done: Event,
     ) -> None:
         lane, first, last = _copy_stream(stream), _cuda(began), _cuda(done)
+        _check_bytes(destination)
         first.check_unrecorded()
         last.check_unrecorded()
         runs = runs_of(copies, source.size, destination.numel())
@@ -372,6 +372,11 @@ class CudaBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_bytes(device: torch.Tensor) -> None:
+    if device.dtype != torch.uint8 or not device.is_contiguous():
+        raise KvSafetyError(f"device memory is handed around as flat bytes, not as {device.dtype}")
 
 
 def _cuda(event: Event) -> CudaEvent:

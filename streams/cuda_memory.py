@@ -91,7 +91,7 @@ class PinnedMemory:
     def boundaries(self, memory: HostBytes) -> list[int] | None:
         """Offsets in `memory` at which one registration ends and the next begins; None if it is not page-locked."""
         held = self._held.get(id(_owner(memory)))
-        if held is None:
+        if not held:
             return None
         begin, end = memory.ctypes.data, memory.ctypes.data + memory.size
         if begin < held[0].address or end > held[-1].end:

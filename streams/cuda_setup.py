@@ -34,6 +34,20 @@ def check_cuda(index: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
+def check_not_capturing(kind: str) -> None:
+    """Raises InputError while the current stream's work is captured into a graph, on a device of kind `cuda`.
+
+    A replay runs what the device was given and none of the waits on the host: layers would read KV that has not come.
+    """
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "cuda_graph",
+            "is being captured over the whole forward, and a replay of it would wait for no layer",
+            "eager attention, or graphs of the pieces between the layers' waits: torch.compile without"
+            " fullgraph=True, cudagraph_mode PIECEWISE in vLLM",
+        )
+
+
 def extra() -> str:
     """The extra that brings cupy and the bindings for torch's CUDA."""
     return f"cuda{(torch.version.cuda or '13').partition('.')[0]}"

@@ -65,7 +65,13 @@ class PagedKv:
         self._table = torch.tensor(region.table, device=pool.memory.device)
 
     def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values in all blocks of the pool, views of shape [blocks, kv_heads, tokens, width]."""
+        """A layer's keys and values in all blocks of the pool, views of shape [blocks, kv_heads, tokens, width].
+
+        Raises:
+            InputError: a layer that keeps no rows.
+        """
+        if not self.region.layout.shape(layer).kv_heads:
+            raise InputError("layer", f"{layer} keeps no rows", "one that does")
         shape, base = self.region.layout.shape(layer), self.region.layer_offset(layer)
         keys, values = (
             self.memory[: self.region.rows_nbytes]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from typing import TypeAlias
 
 from kvlane.policy.errors import InputError
 from kvlane.transfer.layout import CopyDescriptor, Region, Rows, coalesce
 from kvlane.transfer.shapes import TpShard
 
 WHOLE = TpShard(1, 0)
+
+Sides: TypeAlias = tuple[Rows, ...]
+KnownCopies: TypeAlias = dict[tuple[Sides, Sides, range, int, int], tuple[CopyDescriptor, ...]]
+"""What `row_copies` has answered, by what it was asked."""
 
 
 def layer_copies(
@@ -21,6 +25,7 @@ def layer_copies(
     *,
     load_end: int | None = None,
     shard: TpShard = WHOLE,
+    known: KnownCopies | None = None,
 ) -> tuple[CopyDescriptor, ...]:
     """The coalesced copies that carry tokens `[start, end)` of one layer to the same tokens of another region.
 
@@ -32,6 +37,7 @@ def layer_copies(
         load_end: where the whole load ends that this is a part of, `end` if None. Windows are counted back from it,
             and states move with the part that reaches it.
         shard: the rank whose heads are taken out of the source's.
+        known: what was found for other layers, which holds for all of their shape; added to.
 
     Raises:
         InputError: regions of different layouts, a layer or a token range outside one of them, no state at `load_end`.
@@ -52,9 +58,14 @@ def layer_copies(
         heads = shard.heads(shape.kv_heads)
         from_, to = source.layer_offset(layer), destination.layer_offset(layer)
         # Layers of one shape differ by where they begin only.
+        key = source.rows(layer), destination.rows(layer), heads, first, last
+        runs = known.get(key) if known is not None else None
+        if runs is None:
+            runs = row_copies(*key)
+            if known is not None:
+                known[key] = runs
         copies.extend(
-            CopyDescriptor(layer, from_ + run.source, to + run.destination, run.nbytes)
-            for run in row_copies(source.rows(layer), destination.rows(layer), heads, first, last)
+            CopyDescriptor(layer, from_ + run.source, to + run.destination, run.nbytes) for run in runs
         )
     if shape.state_bytes and start < end == load_end:
         at = source.state_offset(layer, end), destination.state_offset(layer, end)
@@ -71,15 +82,13 @@ def check_regions(source: Region, destination: Region, shard: TpShard = WHOLE) -
         )
 
 
-# What has been found for a layer holds for the others of its shape, which ask next.
-@lru_cache(maxsize=16)
 def row_copies(
-    sources: tuple[Rows, ...], destinations: tuple[Rows, ...], heads: range, start: int, end: int
+    sources: Sides, destinations: Sides, heads: range, start: int, end: int
 ) -> tuple[CopyDescriptor, ...]:
     """The coalesced copies of tokens `[start, end)`, offsets counted from the layers' first bytes."""
     runs: list[CopyDescriptor] = []
     for from_, to in _side_by_side(sources, destinations):
-        for first, last in pieces(start, end, from_, to):
+        for first, last in _pieces(start, end, from_, to):
             at_source = from_.at(first) + heads.start * from_.head_stride
             at_destination = to.at(first)
             for source, destination, nbytes in _runs(from_, to, len(heads), last - first):
@@ -87,7 +96,7 @@ def row_copies(
     return coalesce(sorted(runs, key=lambda run: run.destination))
 
 
-def _side_by_side(sources: tuple[Rows, ...], destinations: tuple[Rows, ...]) -> list[tuple[Rows, Rows]]:
+def _side_by_side(sources: Sides, destinations: Sides) -> list[tuple[Rows, Rows]]:
     """Keys and values, as one longer row where each value lies right after its key on both sides."""
     if all(v == k._replace(nbytes=v.nbytes, offset=k.offset + k.nbytes) for k, v in (sources, destinations)):
         nbytes = sum(rows.nbytes for rows in sources)
@@ -95,7 +104,7 @@ def _side_by_side(sources: tuple[Rows, ...], destinations: tuple[Rows, ...]) -> 
     return [pair for pair in zip(sources, destinations, strict=True) if pair[0].nbytes]
 
 
-def pieces(start: int, end: int, *sides: Rows) -> Iterator[tuple[int, int]]:
+def _pieces(start: int, end: int, *sides: Rows) -> Iterator[tuple[int, int]]:
     """`[start, end)` cut wherever a side goes on to its next block."""
     at = start
     while at < end:

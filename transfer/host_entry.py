@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kvlane.policy.errors import InputError
 from kvlane.transfer.identity import EncodedIds, KvIdentity
-from kvlane.transfer.layout import KvRegion
+from kvlane.transfer.layout import KvRegion, Region
+from kvlane.transfer.paged import PagedRegion
 from kvlane.transfer.store import ChecksumError, HostBytes, LayerKv
 
 
@@ -27,10 +29,24 @@ class LayerSums:
 class StoredBytes:
     """A prompt's bytes and, in a store that keeps checksums, those of every layer."""
 
-    region: KvRegion
+    region: KvRegion | PagedRegion
     memory: HostBytes
     unit_tokens: int
+    checkpoints: tuple[int, ...]
     sums: list[LayerSums] = field(default_factory=list)
+
+    def rows(self, layer: int) -> tuple[HostBytes, HostBytes]:
+        """A layer's keys and values, views of shape [blocks, tokens, kv_heads, bytes of a row]."""
+        heads, base = self.region.layout.shape(layer).kv_heads, self.region.layer_offset(layer)
+        keys, values = (
+            as_strided(
+                self.memory[base + rows.offset :],
+                (len(rows.blocks), rows.block_tokens, heads, rows.nbytes),
+                (rows.block_stride, rows.token_stride, rows.head_stride, 1),
+            )
+            for rows in self.region.rows(layer)
+        )
+        return keys, values
 
     def verify(self, layer: int, start: int, end: int, state_at: int | None) -> None:
         """Check the units that hold rows `[start, end)` of a layer, and its state after `state_at` tokens.
@@ -40,34 +56,39 @@ class StoredBytes:
         """
         if not self.sums:
             return
-        sums, unit = self.sums[layer], self.unit_tokens
+        sums, unit, rows = self.sums[layer], self.unit_tokens, self.rows(layer)
         for first in range(start // unit * unit, end, unit):
-            if self._rows_sum(layer, first) != sums.units[first // unit]:
+            if _unit_sum(rows, first, first + unit) != sums.units[first // unit]:
                 raise ChecksumError(layer, first, first + unit)
         if state_at is not None:
-            put = sums.states[self.region.checkpoints.index(state_at)]
+            put = sums.states[self.checkpoints.index(state_at)]
             if self._state_sum(layer, state_at) != put:
                 raise ChecksumError(layer, 0, state_at)
 
     def sum_up(self, layer: int) -> LayerSums:
         """The checksums of a layer's bytes as they are now."""
         shape, region = self.region.layout.shape(layer), self.region
-        firsts = range(0, region.capacity_tokens, self.unit_tokens) if shape.kv_heads else ()
-        checkpoints = region.checkpoints if shape.state_bytes else ()
+        unit, rows = self.unit_tokens, self.rows(layer)
+        firsts = range(0, region.capacity_tokens, unit) if shape.kv_heads else ()
+        checkpoints = self.checkpoints if shape.state_bytes else ()
         return LayerSums(
-            tuple(self._rows_sum(layer, first) for first in firsts),
+            tuple(_unit_sum(rows, first, first + unit) for first in firsts),
             tuple(self._state_sum(layer, tokens) for tokens in checkpoints),
         )
-
-    def _rows_sum(self, layer: int, first: int) -> int:
-        region, last = self.region, first + self.unit_tokens
-        keys = self.memory[region.key_offset(layer, first) : region.key_offset(layer, last)]
-        values = self.memory[region.value_offset(layer, first) : region.value_offset(layer, last)]
-        return zlib.crc32(values.data, zlib.crc32(keys.data))
 
     def _state_sum(self, layer: int, tokens: int) -> int:
         at = self.region.state_offset(layer, tokens)
         return zlib.crc32(self.memory[at : at + self.region.layout.shape(layer).state_bytes].data)
+
+
+def _unit_sum(rows: tuple[HostBytes, HostBytes], first: int, last: int) -> int:
+    """CRC-32 of a unit's keys and values, as `StoredBytes.rows` gives them: of some whole blocks, or a part of one."""
+    crc = 0
+    for blocks in rows:
+        size = blocks.shape[1]
+        unit = blocks[:, first:last] if len(blocks) == 1 else blocks[first // size : last // size]
+        crc = zlib.crc32(np.ascontiguousarray(unit).data, crc)
+    return crc
 
 
 @dataclass(slots=True, eq=False)
@@ -82,12 +103,12 @@ class Entry:
     pins: int = 0
 
     @property
-    def region(self) -> KvRegion:
+    def region(self) -> KvRegion | PagedRegion:
         return self.stored.region
 
     def usable_to(self, tokens: int) -> bool:
         """Whether a hit may end after so many of its tokens: where layers have states, only at a checkpoint."""
-        return not self.region.layout.has_states or tokens in self.region.checkpoints
+        return not self.region.layout.has_states or tokens in self.stored.checkpoints
 
 
 @dataclass(slots=True)
@@ -98,10 +119,11 @@ class Moved:
 
 
 def write_layers(
-    region: KvRegion,
+    region: KvRegion | PagedRegion,
     layers: Iterable[LayerKv],
     allocate: Callable[[], HostBytes],
     unit_tokens: int,
+    checkpoints: tuple[int, ...],
     *,
     checksums: bool,
 ) -> StoredBytes:
@@ -110,27 +132,26 @@ def write_layers(
     Raises:
         InputError: too few or too many layers, or one whose bytes are not its shape's.
     """
-    parts = _checked(region, layers)
+    parts = _checked(region, layers, len(checkpoints))
     first = next(parts)
-    stored = StoredBytes(region, allocate(), unit_tokens)
+    stored = StoredBytes(region, allocate(), unit_tokens, checkpoints)
     for layer, (keys, values, states) in enumerate(chain((first,), parts)):
-        _write(stored.memory, region.key_offset(layer), keys)
-        _write(stored.memory, region.value_offset(layer), values)
+        for rows, part in zip(stored.rows(layer), (keys, values), strict=True):
+            np.copyto(rows, part.reshape(rows.shape))
         if states.size:
-            _write(stored.memory, region.state_offset(layer, region.checkpoints[0]), states)
+            at = region.state_offset(layer, checkpoints[0])
+            np.copyto(stored.memory[at : at + states.size], states)
         if checksums:
             stored.sums.append(stored.sum_up(layer))
     return stored
 
 
-def _write(memory: HostBytes, at: int, part: HostBytes) -> None:
-    np.copyto(memory[at : at + part.size], part)
-
-
 _NOTHING: HostBytes = np.empty(0, np.uint8)
 
 
-def _checked(region: KvRegion, layers: Iterable[LayerKv]) -> Iterator[tuple[HostBytes, HostBytes, HostBytes]]:
+def _checked(
+    region: Region, layers: Iterable[LayerKv], checkpoints: int
+) -> Iterator[tuple[HostBytes, HostBytes, HostBytes]]:
     """The layers' keys, values and states, each as long as its place in the region.
 
     Read to their end, and refused if there are not as many as the layout's.
@@ -145,7 +166,7 @@ def _checked(region: KvRegion, layers: Iterable[LayerKv]) -> Iterator[tuple[Host
         yield (
             _part(keys, tokens * shape.k_bytes_per_token, "keys", read),
             _part(values, tokens * shape.v_bytes_per_token, "values", read),
-            _part(states, len(region.checkpoints) * shape.state_bytes, "states", read),
+            _part(states, checkpoints * shape.state_bytes, "states", read),
         )
         read += 1
     if read < layout.layers:

@@ -6,10 +6,10 @@ import threading
 from types import TracebackType
 
 from kvlane.policy.errors import InputError
-from kvlane.transfer.copies import WHOLE, check_regions, layer_copies
+from kvlane.transfer.copies import WHOLE, KnownCopies, check_regions, layer_copies
 from kvlane.transfer.host_entry import Entry, Moved, StoredBytes
 from kvlane.transfer.identity import EncodedIds, KvIdentity
-from kvlane.transfer.layout import CopyDescriptor, KvRegion, Region
+from kvlane.transfer.layout import CopyDescriptor, Region
 from kvlane.transfer.shapes import TpShard
 from kvlane.transfer.store import HostBytes, KvSafetyError
 
@@ -38,6 +38,7 @@ class HostRun:
         self._shard = shard
         self._moved = moved  # of this run and those retained from it, and of the store
         self._open = True
+        self._known: KnownCopies = {}
 
     @property
     def identity(self) -> KvIdentity:
@@ -48,7 +49,7 @@ class HostRun:
         return self._entry.token_ids
 
     @property
-    def region(self) -> KvRegion:
+    def region(self) -> Region:
         return self._entry.region
 
     @property
@@ -109,7 +110,14 @@ class HostRun:
             InputError: another layout, or too small a destination.
         """
         return layer_copies(
-            self.region, destination, layer, self.start, self.end, load_end=self.load_end, shard=self._shard
+            self.region,
+            destination,
+            layer,
+            self.start,
+            self.end,
+            load_end=self.load_end,
+            shard=self._shard,
+            known=self._known,
         )
 
     def count_moved(self, nbytes: int) -> None:

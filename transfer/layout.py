@@ -90,10 +90,11 @@ class KvLayout:
             raise InputError(
                 "shard.size", f"is {shard.size} with a state", "1: a state is not divided by heads"
             )
-        return KvLayout.of(
-            replace(shape, kv_heads=len(shard.heads(shape.kv_heads))) if shape.kv_heads else shape
-            for shape in self.shapes
-        )
+        of_rank = {
+            shape: replace(shape, kv_heads=len(shard.heads(shape.kv_heads))) if shape.kv_heads else shape
+            for shape in set(self.shapes)
+        }
+        return KvLayout.of(of_rank[shape] for shape in self.shapes)
 
     @property
     def has_states(self) -> bool:

@@ -42,12 +42,11 @@ def copy_pattern(
     Args:
         layer: one that keeps rows.
         unit_tokens: loads begin and end at multiples of it. Where these are not ends of runs, a run that is loaded in
-            part may take more copies than a whole one; then every run is taken to.
+            part may take more copies than a whole one, and every run is counted as if it did.
 
     Raises:
         InputError: as `layer_copies`.
     """
-
     check_regions(source, destination, shard)
     sides = source.rows(layer), destination.rows(layer)
     heads = shard.heads(source.layout.shape(layer).kv_heads)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvlane.policy.errors import InputError
 from kvlane.streams.backend import Backend, Flag
+from kvlane.streams.cuda_setup import check_not_capturing
 from kvlane.streams.device_kv import DeviceKv
 from kvlane.streams.engines.transformers_forward import ModelForward, PromptForward
 from kvlane.streams.engines.transformers_model import MODEL_TYPES, identity_of, layout_of
@@ -273,7 +274,8 @@ class TransformersEngine:
 
         Raises:
             InputError: a prompt that is empty or does not fit, resident tokens that are not there, a run of another
-                model, prompt or range, a model in training mode, autocast, a deadline that cannot be waited for.
+                model, prompt or range, a model in training mode, autocast, a deadline that cannot be waited for, or a
+                CUDA graph being captured, whose replay would wait for no layer.
             LoadError: with `raise`, a layer did not arrive.
             LoadRefusedError: with `raise`, too many earlier loads have not ended.
             PrefillCancelledError: the request was called off.
@@ -327,6 +329,7 @@ class TransformersEngine:
         if any(module.training for module in self._modules):
             raise InputError("model", "is in training mode", "model.eval()")
         kind = self.model.device.type
+        check_not_capturing(kind)
         if torch.is_autocast_enabled(kind):
             raise InputError("autocast", f"is enabled for {kind}", "off: its KV would be of another type")
 

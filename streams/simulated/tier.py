@@ -16,7 +16,7 @@ from kvlane.transfer.host import HostStore
 from kvlane.transfer.host_entry import Entry
 from kvlane.transfer.host_run import HostRun
 from kvlane.transfer.identity import EncodedIds, KvIdentity
-from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion, Region
+from kvlane.transfer.layout import CopyDescriptor, KvLayout, Region
 from kvlane.transfer.store import Hit, HostBytes
 
 FaultKind: TypeAlias = Literal[
@@ -114,7 +114,7 @@ class FaultyRun:
         return self._run.load_end
 
     @property
-    def region(self) -> KvRegion:
+    def region(self) -> Region:
         return self._run.region
 
     @property

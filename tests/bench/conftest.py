@@ -17,11 +17,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kvlane.bench import results
+from kvlane.bench import results, sweep_results
 from kvlane.bench.cli import app
 from kvlane.bench.lab import Answer, Ids, Lab
 from kvlane.bench.reproduce import Reproduction
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
+from kvlane.bench.sweep import Sweep
 from kvlane.bench.timeline import Timeline
 from kvlane.bench.tuning import cpu_machine
 from kvlane.policy.calibration import LinkFit
@@ -257,12 +258,20 @@ class Reproduced:
         return [(s, c) for s in self.results["scenarios"] for c in s["conditions"]]
 
 
+def run_for_real(*arguments: str | int | Path) -> tuple[str, str]:
+    """Runs the command in this process; returns stdout and stderr, and fails where it does."""
+    out, err = io.StringIO(), io.StringIO()
+    with as_before(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run_app(app, "kvlane-bench", [str(argument) for argument in arguments])
+    assert status == 0, err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
 @pytest.fixture(scope="session")
 def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
     """`kvlane-bench reproduce` for real, on four layers and 1,024 tokens; a run that fails fails here."""
     layers, tokens, reps = 4, 1024, 2
     folder = tmp_path_factory.mktemp("reproduced") / "made" / "by the command"
-    out, err = io.StringIO(), io.StringIO()
     written: list[Reproduction] = []
     really_write = results.write
 
@@ -270,14 +279,49 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
         written.append(reproduction)
         return really_write(reproduction, into)
 
-    texts = ["reproduce", "--layers", layers, "--tokens", tokens, "--reps", reps, "--out", folder]
-    with (
-        as_before(),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.MonkeyPatch.context() as m,
-    ):
+    with pytest.MonkeyPatch.context() as m:
         m.setattr(results, "write", write)
-        status = run_app(app, "kvlane-bench", [str(text) for text in texts])
-    assert status == 0, err.getvalue()
-    return Reproduced(out.getvalue(), err.getvalue(), folder, layers, tokens, reps, written[0])
+        sizes = ("--layers", layers, "--tokens", tokens, "--reps", reps)
+        out, err = run_for_real("reproduce", *sizes, "--out", folder)
+    return Reproduced(out, err, folder, layers, tokens, reps, written[0])
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What one run of `kvlane-bench sweep` left behind."""
+
+    out: str
+    err: str
+    folder: Path
+    tokens: int
+    ratios: tuple[float, ...]
+    reps: int
+    sweep: Sweep
+
+    def file(self, suffix: str) -> Path:
+        (found,) = self.folder.glob(f"*-cpu-sweep.{suffix}")
+        return found
+
+    @property
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.file("json").read_text(encoding="utf-8"))
+        return found
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    """The command for real, on four layers, 256 tokens and two links."""
+    tokens, ratios, reps = 256, (0.5, 2.0), 3
+    folder = tmp_path_factory.mktemp("swept") / "made"
+    written: list[Sweep] = []
+    really_write = sweep_results.write
+
+    def write(sweep: Sweep, into: Path) -> str:
+        written.append(sweep)
+        return really_write(sweep, into)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sweep_results, "write", write)
+        sizes = ("--tokens", tokens, "--ratios", "0.5,2", "--reps", reps, "--quick")
+        out, err = run_for_real("sweep", *sizes, "--out", folder)
+    return Swept(out, err, folder, tokens, ratios, reps, written[0])

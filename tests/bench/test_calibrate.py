@@ -135,6 +135,7 @@ def test_cuda_without_a_device_is_one_line_and_no_number(
         (["--tokens", "8"], "tokens: is 8"),
         (["--reps", "1"], "reps: is 1"),
         (["--model", "deepseek-v3"], "--model: deepseek-v3 is of kind 'deepseek_v3'"),
+        (["--model", "mistral-7b"], "--model: mistral-7b has layers with a sliding window"),
         (["--model", "qwen3-32b-fp8"], "--model: qwen3-32b-fp8 has fp8"),
         (["--model", "llama-3.1-405b"], "--model: llama-3.1-405b with 4096 tokens needs about"),
         (["--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),

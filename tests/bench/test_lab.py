@@ -327,5 +327,15 @@ def test_timeline_rows_are_the_layers_as_plain_values(kit, small):
     result = small.lab.load(small.store, small.ids, kit.usable, "layered").result
     rows = timeline_rows(result)
     for row, layer in zip(rows, result.layers, strict=True):
+        assert row.pop("pass") == "forward"
         assert row == {name: getattr(layer, name) for name in row}
         assert {"layer", "start_s", "arrive_s", "compute_begin_s", "compute_end_s", "exposed_s"} <= set(row)
+
+
+def test_timeline_rows_are_those_of_both_passes(kit, small):
+    rows = timeline_rows(small.lab.load(small.store, small.ids, kit.usable, "layered", 64).result)
+    layers = list(range(kit.shape.layers))
+    assert [(row["pass"], row["layer"]) for row in rows] == [
+        (kind, layer) for kind in ("front", "tail") for layer in layers
+    ]
+    assert {row["bytes"] for row in rows if row["pass"] == "front"} == {0}

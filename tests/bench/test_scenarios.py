@@ -70,6 +70,7 @@ class TestCalibrationPoints:
         for scenario in (published(tokens), near_break_even(tokens)):
             lengths = _lengths(scenario)
             assert scenario.tokens not in lengths
+            assert all(length % 16 for length in lengths)
             assert all(1 <= length <= tokens for length in lengths)
             # As many as a fit from token 0 has coefficients, and far enough apart to tell these.
             assert len(set(lengths)) >= 3

@@ -38,7 +38,7 @@ def where(picture, color):
 @pytest.mark.parametrize("count", [1, 2])
 def test_has_the_stated_size(made_timeline, drawn, count):
     picture = drawn(*[made_timeline("layered")] * count)
-    assert picture.shape == (HEIGHT_INCHES * DPI, COLUMN_INCHES * DPI * count, 3)
+    assert picture.shape[:2] == (round(HEIGHT_INCHES * DPI), round(COLUMN_INCHES * DPI * count))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,10 +95,16 @@ def test_layer_0_is_on_top(made_timeline, drawn):
     assert early < late
 
 
-def test_the_demo_draws_its_chat_turn(reproduced):
+def test_the_demo_draws_three_answers(reproduced):
     picture = imread(reproduced.folder / "timeline.png")[:, :, :3]
-    assert picture.shape == (HEIGHT_INCHES * DPI, 2 * COLUMN_INCHES * DPI, 3)
-    half = picture.shape[1] // 2
-    for column in (picture[:, :half], picture[:, half:]):
-        assert where(column, timeline_plot._COPY[0]).sum() > 500
-        assert where(column, timeline_plot._COMPUTE["forward"]).sum() > 500
+    assert picture.shape[:2] == (round(HEIGHT_INCHES * DPI), round(3 * COLUMN_INCHES * DPI))
+    width = picture.shape[1] // 3
+    bulk, layered, two_ended = (picture[:, at * width : (at + 1) * width] for at in range(3))
+    for column in (bulk, layered, two_ended):
+        assert where(column, timeline_plot._COPY[0]).sum() > 200
+        assert where(column, timeline_plot._COMPUTE["forward"]).sum() > 50
+    # In bulk everything is waited for, and only the two-ended answer has a front.
+    assert where(bulk, timeline_plot._EXPOSED).sum() > where(layered, timeline_plot._EXPOSED).sum()
+    fronts = [where(each, timeline_plot._COMPUTE["front"]).sum() for each in (bulk, layered, two_ended)]
+    assert fronts[:2] == [0, 0]
+    assert fronts[2] > 200

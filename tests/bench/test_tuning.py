@@ -7,9 +7,9 @@ import statistics
 import pytest
 
 from kvlane.bench.lab import Lab
-from kvlane.bench.reproduce import _HELD, _lengths, _points, _scenarios, _whole_units
+from kvlane.bench.reproduce import _HELD, _lengths, _points, _scenarios
 from kvlane.bench.shape import Shape, build_model, random_prompt, spec_of
-from kvlane.bench.tuning import PassSamples, Point, Tuner, cpu_machine
+from kvlane.bench.tuning import PassSamples, Point, Tuner, cpu_machine, whole_units
 from kvlane.policy.calibration import LinkFit, PassFit, PrefillSample
 from kvlane.policy.machine import Link
 from kvlane.policy.prefill_cost import PassCost
@@ -88,7 +88,7 @@ class TestKeep:
             tuner = Tuner(lab, spec_of(model), random_prompt(shape, tokens, 2), 16, lambda what, work: None)
             scenarios = _scenarios(tokens)
             tuner.fresh(_lengths(scenarios[0]))
-            tuner.keep(_whole_units(_HELD * tokens))
+            tuner.keep(whole_units(_HELD * tokens, 16))
             for scenario in scenarios:
                 if scenario.key == "C":
                     tuner.fresh(_lengths(scenario))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("policy", "transfer", "streams", "bench")
 
 # Files of the four folders that stay in the repository. Anything else must ship.
-NOT_SHIPPED = ("bench/results/*", "*.md")
+NOT_SHIPPED = ("bench/results/*", "*.md", "*.sh")
 
 # Packages that a module may need and an installation may lack: an import may fail for their absence alone.
 OPTIONAL = ("cupy", "cuda", "lmcache", "sglang", "vllm", "uvloop", "prometheus_client")

@@ -65,7 +65,7 @@ def with_parts(
     machine = planner.machine
     host = replace(machine.tier("host"), run_tokens=run_tokens)
     if flat:
-        links = {name: replace(link, rate_table=()) for name, link in machine.links.items()}
+        links = {name: replace(link, rate_table=(), per_event_s=0.0) for name, link in machine.links.items()}
         machine = replace(machine, links=links)
     return Planner(
         planner.model,

@@ -105,15 +105,17 @@ class FailingBackend(CpuBackend):
 
 
 class StuckBackend(CpuBackend):
-    """The first copy of one layer stands still until `go` is set."""
+    """The copies of one layer stand still, from when `reached` is set until `go` is."""
 
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
+        self.reached = threading.Event()
         self.go = threading.Event()
 
     def _copy_piece(self, destination, source, piece):
         if piece.layer == self.layer:
+            self.reached.set()
             self.go.wait()
         super()._copy_piece(destination, source, piece)
 
@@ -126,9 +128,9 @@ def make_engine(model, backend, tokens=128):
     return TransformersEngine(model, backend, tokens, name="tiny", weights_revision="seed-0")
 
 
-def stored(model, ids, unit=UNIT):
+def stored(model, ids, unit=UNIT, kind=HostStore):
     """A store that holds the prompt's KV as a real prefill wrote it, and that prefill's result."""
-    store = HostStore(unit)
+    store = kind(unit)
     with CpuBackend() as backend:
         engine = make_engine(model, backend, len(ids))
         result = engine.prefill(ids)

@@ -54,7 +54,8 @@ def runs_of_size(count):
 
 @pytest.mark.parametrize("count", [1, BATCH_COPIES, BATCH_COPIES + 1, 3 * BATCH_COPIES + 5])
 def test_every_copy_is_in_one_batch_and_no_batch_is_too_long(count):
-    driver, held = Driver(), []
+    driver = Driver()
+    held: list[object] = []
     runs = runs_of_size(count)
     source, destination = submit(driver, runs, held)
     # The arrays are read only now, when nothing but `held` keeps them.
@@ -70,7 +71,8 @@ def test_every_copy_is_in_one_batch_and_no_batch_is_too_long(count):
 
 
 def test_a_refusal_names_the_copy_and_keeps_what_was_given_before():
-    driver, held = Driver(refuse_batch=1), []
+    driver = Driver(refuse_batch=1)
+    held: list[object] = []
     with pytest.raises(RuntimeError, match=f"error 1 at copy {BATCH_COPIES + 5} of {BATCH_COPIES + 9}"):
         submit(driver, runs_of_size(BATCH_COPIES + 9), held)
     assert len(held) >= 1

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from kvlane.policy.errors import InputError
+from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.cuda import CudaBackend
-from kvlane.streams.cuda_setup import check_cuda, find_module
+from kvlane.streams.cuda_setup import check_cuda, check_not_capturing, find_module
+from kvlane.streams.engines import transformers
 
 
 def test_importing_it_touches_no_device():
@@ -53,3 +55,29 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
     assert "no_such_module" in problem
     assert f"pip install 'kvlane[{extra}]'" in problem
     assert find_module("json") == (__import__("json"), "")
+
+
+class TestCapture:
+    def test_a_forward_that_is_captured_whole_is_refused_with_what_to_set(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(InputError, match=r"cuda_graph: .* would wait for no layer.*PIECEWISE"):
+            check_not_capturing("cuda")
+
+    def test_no_device_is_asked_where_there_is_none(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
+        check_not_capturing("cpu")
+
+    def test_outside_of_one_it_is_not(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        check_not_capturing("cuda")
+
+    def test_the_engine_asks_before_every_prefill(self, monkeypatch, kit):
+        with CpuBackend() as backend:
+            engine = kit.engine(kit.model(), backend)
+            monkeypatch.setattr(transformers, "check_not_capturing", lambda kind: check_not_capturing("cuda"))
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(InputError, match="cuda_graph"):
+                engine.prefill(kit.ids(8))
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            engine.prefill(kit.ids(8))
+            engine.close()

@@ -167,6 +167,7 @@ class TestPass:
         with kit.StuckBackend(layer=2) as backend, open_all(store) as run:
             memory = backend.device_bytes(REGION.nbytes)
             load = submit(backend, run, memory, mode, deadline_s=0.05)
+            assert backend.reached.wait(10)
             with pytest.raises(LoadError, match="deadline") as caught:
                 run_pass(backend, load, memory)
             assert caught.value.layer == 2

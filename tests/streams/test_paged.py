@@ -38,9 +38,9 @@ def made_kv(kv_heads, dtype, tokens=STORED):
     ]
 
 
-def stored(layout, kv):
+def stored(layout, kv, form=None):
     identity = KvIdentity("model", "r1", None, "dtype", layout.name, 0, 1, "rope", "numerics")
-    store = HostStore(UNIT, checksums=True)
+    store = HostStore(UNIT, form=form, checksums=True)
     rows = [tuple(part.contiguous().view(torch.uint8).numpy().ravel() for part in layer) for layer in kv]
     assert store.put(identity, range(STORED), layout, rows) == STORED
     return store, store.lookup(identity, range(STORED))
@@ -99,8 +99,14 @@ def late(backend, run, sequence, visit):
         visit(layer)
         steps.end(layer)
     steps.finish()
+    timings = load.timings(0.0)
     load.close()
     executor.close()
+    return timings
+
+
+def name_of(form):
+    return f"{form.first}-{form.order}-{form.kv}"
 
 
 # One of each kind: packed as vLLM keeps it, in each block as FlashInfer does, keys and values apart as SGLang does, and
@@ -114,7 +120,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["full", "windowed"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.first}-{f.order}-{f.kv}")
+@pytest.mark.parametrize("form", FORMS, ids=name_of)
 @pytest.mark.parametrize("size", [16, 64, 256])
 @pytest.mark.parametrize("heads", KV_HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -184,8 +190,22 @@ def test_kv_that_is_not_waited_for_shows(dtype):
             assert torch.equal(found, part)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form.kv != "apart"], ids=name_of)
+def test_out_of_a_store_in_the_same_form_a_block_is_one_copy(form):
+    kv, layout = made_kv(2, torch.bfloat16), layout_of(2, torch.bfloat16)
+    store, hit = stored(layout, kv, replace(form, first="block"))
+    with LateBackend() as backend, store.open(hit, 0, STORED) as run:
+        pool = PagedPool(backend, layout, form, torch.bfloat16, 40)
+        sequence = pool.sequence(range(0, 34, 2))
+        timings = late(backend, run, sequence, lambda layer: None)
+        assert [row.copies for part in timings for row in part.layers] == [STORED // form.tokens] * LAYERS
+        for layer, rows in enumerate(kv):
+            for found, part in zip(rows_of(sequence, layer, 0, STORED), rows, strict=True):
+                assert torch.equal(found, part)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.first}-{f.order}-{f.kv}")
+@pytest.mark.parametrize("form", FORMS, ids=name_of)
 def test_each_rank_gets_its_heads_out_of_a_store_of_all(form, size):
     kv, layout = made_kv(2, torch.bfloat16), layout_of(2, torch.bfloat16)
     store, hit = stored(layout, kv)
@@ -227,6 +247,8 @@ def test_two_sequences_of_one_pool_keep_their_states_apart():
                 late(backend, run, sequence, lambda layer: None)
         for at, sequence in enumerate(sequences):
             assert torch.equal(sequence.state(0), states[40 * at : 40 * at + 40])
+        with pytest.raises(InputError, match="no rows"):
+            sequences[0].gather(0, 16)
 
 
 def test_a_pool_refuses_what_it_cannot_hold():

@@ -136,7 +136,7 @@ class TestFaults:
         with CpuBackend() as backend:
             rig = Rig(kit, backend)
             faulty = rig.break_tier("disk", how, layer)
-            runner = rig.runner(deadline_s=0.05 if how == "standing still" else 60)
+            runner = rig.runner(deadline_s=0.5 if how == "standing still" else 60)
             answer = rig.run(runner)
             assert answer.result.fell_back
             (failure,) = answer.failures
@@ -182,7 +182,7 @@ class TestFaults:
         with CpuBackend() as backend:
             rig = Rig(kit, backend, "bulk", disk=3e6)
             faulty = rig.break_tier("disk", "standing still", 2)
-            runner = rig.runner(deadline_s=0.2)
+            runner = rig.runner(deadline_s=0.5)
             runner.breaker.failed("host", backend.now())
             answer = rig.run(runner)
             assert answer.result.fell_back

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,6 +18,11 @@ from kvlane.streams.engines.transformers_forward import KvLayer
 from kvlane.streams.executor import LayerLoad, LoadError
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.layout import KvLayout
+
+
+class DiskStore(HostStore):
+    tier = "disk"
+
 
 TOKENS = 83  # not a whole number of units
 
@@ -61,6 +68,44 @@ def test_late_kv_gives_the_bits_of_the_same_kv_filled_at_once(kit, kind, dtype, 
         for resident, end in RUNS:
             late = load(engine, store, ids, resident, end, mode=mode)
             np.testing.assert_array_equal(late.logits, at_once(model, engine, ids, end))
+            if dtype == torch.float32:
+                assert late.first_token == full.first_token
+                np.testing.assert_allclose(late.logits, full.logits, rtol=0, atol=1e-4)
+
+
+# resident tokens, and where each run begins and ends: whole, two-ended, from two tiers, and both.
+PLANS = [(0, [0, 80]), (5, [32, 72]), (0, [0, 24, 80]), (5, [16, 40, 80])]
+
+
+@pytest.mark.parametrize("group_layers", [1, 3])
+@pytest.mark.parametrize("mode", ["bulk", "layered"])
+@pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_does_late_kv_of_every_plan(kit, dtype, kv_heads, mode, group_layers):
+    model, ids = kit.model("llama", dtype, kv_heads), kit.ids(TOKENS)
+    stores = [kit.stored(model, ids)[0], kit.stored(model, ids, kind=DiskStore)[0]]
+    with kit.SlowBackend() as backend:
+        backend.delay_s = 0.001
+        engine = kit.engine(model, backend)
+        full = engine.prefill(ids)
+        for resident, cuts in PLANS:
+            if resident:
+                engine.prefill(ids[:resident])
+            engine.poison(resident)
+            with ExitStack() as runs:
+                late = engine.prefill(
+                    ids,
+                    resident,
+                    [
+                        runs.enter_context(store.open(store.lookup(engine.identity, ids), start, end))
+                        for store, (start, end) in zip(stores, pairwise(cuts), strict=False)
+                    ],
+                    mode=mode,
+                    group_layers=group_layers,
+                )
+            assert [part.tier for part in late.parts] == ["host", "disk"][: len(cuts) - 1]
+            assert late.loaded_tokens == cuts[-1] - cuts[0]
+            np.testing.assert_array_equal(late.logits, at_once(model, engine, ids, cuts[-1]))
             if dtype == torch.float32:
                 assert late.first_token == full.first_token
                 np.testing.assert_allclose(late.logits, full.logits, rtol=0, atol=1e-4)
@@ -228,11 +273,18 @@ class TestFaults:
         model, ids = kit.model(), kit.ids(TOKENS)
         store, full = kit.stored(model, ids)
         with kit.StuckBackend(layer=1) as backend:
+
+            def until_reached(*_):
+                assert backend.reached.wait(10)
+
             engine = kit.engine(model, backend)
             engine.prefill(ids[:13])
             before = engine.kv
             with store.open(store.lookup(engine.identity, ids), 13, 80) as run:
+                # However busy the machine, the copy stands still before anybody asks for it.
+                hook = model.model.layers[0].register_forward_pre_hook(until_reached)
                 result = engine.prefill(ids, 13, run, deadline_s=0.05)
+                hook.remove()
             assert (result.failures[0].layer, result.passes[0].start) == (1, 13)
             assert result.first_token == full.first_token
             np.testing.assert_allclose(result.logits, full.logits, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Link, Tier
 from kvlane.policy.transfer_cost import TransferCost
-from kvlane.transfer.copies import layer_copies
+from kvlane.transfer.copies import KnownCopies, layer_copies
 from kvlane.transfer.layout import KvLayout, KvRegion, total_bytes
 from kvlane.transfer.paged import BlockForm, First, Kv, Order, PagedRegion
 from kvlane.transfer.pattern import copy_pattern
@@ -137,6 +137,16 @@ def test_copies_carry_every_row_to_its_place_and_touch_no_other_byte(case):
     begins = [to for to, from_ in expected.items() if expected.get(to - 1, -2) != from_ - 1]
     assert len(copies) == len(begins)
     assert all(one.destination + one.nbytes <= two.destination for one, two in pairwise(copies))
+
+
+@given(st.lists(cases(), max_size=3))
+def test_what_is_known_of_one_layer_is_right_for_another(some):
+    known: KnownCopies = {}
+    for source, destination, layer, start, end, load_end, shard in some * 2:
+        options = {"load_end": load_end, "shard": shard}
+        for which in (layer, *range(source.layout.layers)):
+            fresh = layer_copies(source, destination, which, start, end, **options)
+            assert layer_copies(source, destination, which, start, end, **options, known=known) == fresh
 
 
 @given(cases())
