@@ -37,7 +37,7 @@ def found(planner: Planner, request: Request) -> list[Estimate]:
 
 
 @given(planner=planners, request=busy_requests())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_estimate_is_what_happens_on_a_busy_device_and_a_busy_link(
     planner: Planner, request: Request, replay: Any
 ) -> None:
@@ -64,7 +64,7 @@ def test_only_what_the_link_is_behind_the_device_counts(
 
 
 @given(planner=planners, request=busy_requests())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_split_is_a_near_tie_with_the_best_there_is(
     planner: Planner, request: Request, replay: Any
 ) -> None:
@@ -98,15 +98,17 @@ def test_a_bulk_load_hides_behind_the_queue_as_far_as_it_fits() -> None:
 
 
 @given(planner=planners, request=busy_requests())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_crossover_and_break_even_never_contradict_the_estimates(planner: Planner, request: Request) -> None:
     plan = planner.decide(request)
     load, recompute = plan.estimates["load"], plan.estimates["recompute"]
     assume(load is not None)
     assert load is not None
     assert recompute is not None
-    first = plan.load[0].tier if plan.load else load.tier
-    assume(first == load.tier and not math.isclose(load.ttft_s, recompute.ttft_s, rel_tol=1e-6))
+    # They are about one tier: the one loaded from.
+    tier = plan.basis.tier
+    assume(len(plan.load) <= 1 and [segment.tier for segment in load.load] == [tier])
+    assume(not math.isclose(load.ttft_s, recompute.ttft_s, rel_tol=1e-6))
     wins = load.ttft_s < recompute.ttft_s
     if plan.crossover_tokens is not None:
         assert (plan.crossover_tokens <= plan.usable_tokens) == wins
@@ -114,8 +116,8 @@ def test_crossover_and_break_even_never_contradict_the_estimates(planner: Planne
         assert ("recomputing is faster" in plan.crossover_note) == (not wins)
     if plan.break_even_bytes_per_s is None:
         assert not wins
-    elif not planner.machine.links[f"to_{load.tier}"].rate_table:
-        rate = planner.machine.links[f"to_{load.tier}"].rate_bytes_per_s
+    elif not planner.machine.links[f"to_{tier}"].rate_table:
+        rate = planner.machine.links[f"to_{tier}"].rate_bytes_per_s
         assert (rate >= plan.break_even_bytes_per_s) == wins
 
 
