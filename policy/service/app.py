@@ -159,6 +159,9 @@ class Endpoint:
         except ProblemError as problem:
             answer, extra = self._refused(problem)
             status, content_type = problem.status, problems.CONTENT_TYPE
+        except ConnectionError:
+            # The client has gone before its request was whole: nobody reads this, and nothing is wrong here.
+            answer, status, content_type = b"", 400, problems.CONTENT_TYPE
         except Exception:
             log.exception("request failed", extra={"path": request.raw_path[:200]})
             failure = ProblemError("internal_error", "the endpoint failed; its log says why")
