@@ -82,10 +82,15 @@ class Lane:
         if low > high:
             return None
         points = {low, high}
+        bends = [self._first_beyond_floor]
+        if self.cost.executor != "bulk":
+            bends.append(self._copy_beyond_compute)  # in bulk the two add up
+        if self.request.prefill_chunk_tokens is not None:
+            bends.append(self._last_beyond_floor)
         turns = self._chunk_turns()
         for left, right in self._stretches(low, high):
             points.update((left, right))
-            for signed in (self._copy_beyond_compute, self._first_beyond_floor, self._last_beyond_floor):
+            for signed in bends:
                 points.update(_crossing(signed, left, right))
             if self.busy_s:
                 points.update(_crossing(self._exposed_beyond_queue, left, right))

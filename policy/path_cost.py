@@ -19,7 +19,10 @@ class PathCost:
 
     def recompute_s(self, resident: int, prompt: int, chunk: int | None = None) -> float:
         """Seconds to compute tokens `[resident, prompt)` and the first token after them."""
-        return self.prefill.prefill_s(resident, prompt - resident, chunk) + self.prefill.head_s
+        prefill, new = self.prefill, prompt - resident
+        if chunk is None or new <= chunk:
+            return prefill.pass_s(resident, new) + prefill.head_s
+        return prefill.prefill_s(resident, new, chunk) + prefill.head_s
 
     def load_s(
         self, transfer: TransferCost, start: int, end: int, prompt: int, chunk: int | None = None

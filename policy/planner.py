@@ -26,6 +26,9 @@ from kvlane.policy.units import show_rate, show_seconds
 # measured: a calibrated estimate brings the residual of its own fit instead.
 BAND: Mapping[Source, float] = {"explicit": 0.05, "calibration": 0.10, "profile": 0.25, "assumption": 0.50}
 
+# Transfers remembered, by tier and load unit.
+_MOST_TRANSFERS = 256
+
 _STEADIEST_FIRST: tuple[Path, ...] = ("recompute", "load", "split")
 
 
@@ -75,9 +78,12 @@ class Planner:
         self.tie_margin = tie_margin
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
-        self.layer_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp) / self.layers
         self._parameters: dict[str, Parameter] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
+        self._transfers: dict[tuple[str, int], TransferCost] = {}
+        self._plain = model.uniform and model.layers[0].plain
+        self._kv_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp)
+        self.layer_bytes_per_token = self._kv_bytes_per_token / self.layers
         self._link_errors = calibration.link_errors if calibration is not None else {}
         self._ranges = calibration.ranges if calibration is not None else None
         if calibration is not None and calibration.prefill is not None:
@@ -167,7 +173,7 @@ class Planner:
             estimates=estimates,
             unavailable=unavailable,
             tie_margin=self.tie_margin,
-            kv_bytes_per_token=self.model.kv_bytes_per_token(self.kv_dtype, self.tp),
+            kv_bytes_per_token=self._kv_bytes_per_token,
             tp=self.tp,
             usable_tokens=usable,
             link_bytes_per_s=link_rate,
@@ -200,12 +206,22 @@ class Planner:
 
     def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
+        known = self._transfers.get((tier, load_unit_tokens))
+        if known is not None:
+            return known
         found = self.machine.tier(tier)
         link = self.machine.links[found.link]
         of = self._layer_bytes(found.runs_per_layer)
         if of is not None:
-            return LayerwiseTransfer.over(found, link, of, load_unit_tokens)
-        return TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
+            transfer: TransferCost = LayerwiseTransfer.over(found, link, of, load_unit_tokens)
+        else:
+            transfer = TransferCost.of_tier(
+                found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens
+            )
+        if len(self._transfers) >= _MOST_TRANSFERS:
+            self._transfers.clear()  # load units come with requests
+        self._transfers[tier, load_unit_tokens] = transfer
+        return transfer
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)
@@ -221,7 +237,7 @@ class Planner:
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
         """What each layer moves, None where all are plain and alike, which takes no list to say."""
-        if self.model.uniform and self.model.layers[0].plain:
+        if self._plain:
             return None
         if runs_per_layer not in self._known_bytes:
             form = self.model.form(self.kv_dtype)

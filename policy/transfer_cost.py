@@ -81,12 +81,14 @@ class TransferCost:
         moved = tokens * self.layer_bytes_per_token
         if moved <= 0:
             return 0.0
-        if not self.by_layer:
+        if self.layout != "layer_major":
             return self._chunks_s(tokens) / self.layers
         link = self.link
-        if not link.rate_table and link.per_copy_s == 0.0:
+        if link.rate_table:
+            return moved / link.rate_at(self.copy_bytes(tokens))  # the table holds the cost of copies
+        if link.per_copy_s == 0.0:
             return moved / link.rate_bytes_per_s
-        return self.copies(tokens) * link.per_copy_s + moved / link.rate_at(self.copy_bytes(tokens))
+        return self.copies(tokens) * link.per_copy_s + moved / link.rate_bytes_per_s
 
     def _chunks_s(self, tokens: int) -> float:
         rate = self.link.rate_at(self.copy_bytes(tokens))
