@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.path_cost import PathCost
+from kvlane.policy.path_cost import LoadCost, PathCost
 from kvlane.policy.plan import MOST_TOKENS, Estimate, Request
 from kvlane.policy.transfer_cost import TransferCost
 
@@ -20,7 +21,13 @@ class Lane:
     """One request's choices on one tier: how much to load, and what would change the answer."""
 
     def __init__(
-        self, cost: PathCost, transfer: TransferCost, tier: str, request: Request, band: float
+        self,
+        cost: PathCost,
+        transfer: TransferCost,
+        tier: str,
+        request: Request,
+        band: float,
+        arrives: LoadCost | None = None,
     ) -> None:
         self.cost = cost
         self.transfer = transfer
@@ -30,6 +37,16 @@ class Lane:
         self.unit = request.load_unit_tokens
         self.start = request.resident_tokens
         self.busy_s = request.device_busy_s
+        self._late_s = queued_s = request.link_queue_s.get(tier, 0.0)
+        if queued_s:
+            # What is queued on the link delays every layer alike, as the latency of the transfer does.
+            self.transfer = replace(
+                transfer, link=transfer.link.with_latency(transfer.link.latency_s + queued_s)
+            )
+            if not transfer.uniform:
+                # Layers that move nothing wait for nothing: here it is no term of its own.
+                arrives, transfer, self._late_s = None, self.transfer, 0.0
+        self._idle_s = arrives or cost.bound(transfer, request.prefill_chunk_tokens)
         self.usable = usable_tokens(request.hit(tier), request.prompt_tokens, self.unit, request.tail_tokens)
         self.gain = max(0, self.usable - self.start)
 
@@ -47,9 +64,9 @@ class Lane:
         return self._load_s(end, self.request.prompt_tokens)
 
     def _load_s(self, end: int, prompt: int) -> float:
-        chunk = self.request.prefill_chunk_tokens
-        seconds = self.cost.load_s(self.transfer, self.start, end, prompt, chunk)
+        seconds = self._idle_s(self.start, end, prompt) + self._late_s
         if self.busy_s:
+            chunk = self.request.prefill_chunk_tokens
             # Copies go on while the device is busy: they are waited for as far as they take longer.
             seconds = max(seconds, self.busy_s + self.cost.recompute_s(end, prompt, chunk))
         return seconds
@@ -152,7 +169,7 @@ class Lane:
     def _exposed_beyond_queue(self, units: int) -> float:
         end, request = units * self.unit, self.request
         prompt, chunk = request.prompt_tokens, request.prefill_chunk_tokens
-        arrives = self.cost.load_s(self.transfer, self.start, end, prompt, chunk)
+        arrives = self._idle_s(self.start, end, prompt) + self._late_s
         return arrives - self.busy_s - self.cost.recompute_s(end, prompt, chunk)
 
     def _chunk_turns(self) -> tuple[int, ...]:
@@ -178,37 +195,38 @@ class Lane:
 
         Where chunks make several, the one nearest to this request's prefix: it answers for this request.
         """
-        request, cost = self.request, self.cost
-        suffix = request.prompt_tokens - self.usable
-        chunk = request.prefill_chunk_tokens
-
-        def load_pays(prefix: int) -> bool:
-            prompt = prefix + suffix
-            return self._load_s(prefix, prompt) <= self.busy_s + cost.recompute_s(self.start, prompt, chunk)
-
+        suffix = self.request.prompt_tokens - self.usable
         shortest = self.start + 1
         here = max(shortest, self.usable)
-        if load_pays(here):
-            low, high = self._halve_until(load_pays, shortest, here)
+        if self._load_pays(here, suffix):
+            low, high = self._halve_until_not(suffix, shortest, here)
             if low is None:
                 return None, "loading is faster for a prefix of any length up to this one"
         else:
             low, high = here, min(_LONGEST_PREFIX, 2 * here)
-            while not load_pays(high):
+            while not self._load_pays(high, suffix):
                 if high >= _LONGEST_PREFIX:
                     return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
                 low, high = high, min(_LONGEST_PREFIX, 2 * high)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if load_pays(middle) else (middle, high)
+            if self._load_pays(middle, suffix):
+                high = middle
+            else:
+                low = middle
         return high, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
 
-    @staticmethod
-    def _halve_until(load_pays: Callable[[int], bool], shortest: int, high: int) -> tuple[int | None, int]:
+    def _load_pays(self, prefix: int, suffix: int) -> bool:
+        """Whether loading all of a prefix of that length would be no slower than recomputing it."""
+        prompt = prefix + suffix
+        recompute = self.cost.recompute_s(self.start, prompt, self.request.prefill_chunk_tokens)
+        return self._load_s(prefix, prompt) <= self.busy_s + recompute
+
+    def _halve_until_not(self, suffix: int, shortest: int, high: int) -> tuple[int | None, int]:
         """A prefix for which loading does not pay and one above it for which it does; None without the first."""
         while high > shortest:
             middle = (shortest + high) // 2
-            if not load_pays(middle):
+            if not self._load_pays(middle, suffix):
                 return middle, high
             high = middle
         return None, high

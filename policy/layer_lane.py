@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_transfer import LayerwiseTransfer
-from kvlane.policy.path_cost import PathCost
+from kvlane.policy.path_cost import LoadCost, PathCost
 from kvlane.policy.plan import Estimate, Request
 
 # Split points tried first, evenly spaced; the best of them is then closed in on.
@@ -24,11 +24,13 @@ class LayerwiseLane(Lane):
         tier: str,
         request: Request,
         band: float,
+        arrives: LoadCost | None = None,
         *,
         recurrent: bool,
     ) -> None:
-        super().__init__(cost, transfer, tier, request, band)
-        self.parts = transfer
+        super().__init__(cost, transfer, tier, request, band, arrives)
+        assert isinstance(self.transfer, LayerwiseTransfer)
+        self.parts = self.transfer
         self.recurrent = recurrent
         self.stored = self.usable
         self.checkpoints: tuple[int, ...] = ()

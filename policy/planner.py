@@ -16,7 +16,7 @@ from kvlane.policy.layer_lane import LayerwiseLane
 from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_bytes
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
-from kvlane.policy.path_cost import PathCost
+from kvlane.policy.path_cost import LoadCost, PathCost
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
@@ -81,6 +81,7 @@ class Planner:
         self._parameters: dict[str, Parameter] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._transfers: dict[tuple[str, int], TransferCost] = {}
+        self._arrives: dict[tuple[str, int, int | None], LoadCost] = {}
         self._plain = model.uniform and model.layers[0].plain
         self._kv_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp)
         self.layer_bytes_per_token = self._kv_bytes_per_token / self.layers
@@ -224,16 +225,18 @@ class Planner:
         return transfer
 
     def _lane(self, tier: str, request: Request) -> Lane:
-        transfer = self.transfer(tier, request.load_unit_tokens)
-        queued_s = request.link_queue_s.get(tier, 0.0)
-        if queued_s:
-            # What is queued on the link delays every layer alike, as the latency of the transfer does.
-            link = transfer.link
-            transfer = replace(transfer, link=link.with_latency(link.latency_s + queued_s))
+        unit, chunk = request.load_unit_tokens, request.prefill_chunk_tokens
+        transfer = self.transfer(tier, unit)
+        arrives = self._arrives.get((tier, unit, chunk))
+        if arrives is None:
+            if len(self._arrives) >= _MOST_TRANSFERS:
+                self._arrives.clear()
+            arrives = self._arrives[tier, unit, chunk] = self.cost.bound(transfer, chunk)
         band = max(self._compute_band, self._link_band(transfer.link))
         if isinstance(transfer, LayerwiseTransfer):
-            return LayerwiseLane(self.cost, transfer, tier, request, band, recurrent=self.model.recurrent)
-        return Lane(self.cost, transfer, tier, request, band)
+            recurrent = self.model.recurrent
+            return LayerwiseLane(self.cost, transfer, tier, request, band, arrives, recurrent=recurrent)
+        return Lane(self.cost, transfer, tier, request, band, arrives)
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
         """What each layer moves, None where all are plain and alike, which takes no list to say."""
