@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
+from kvlane.policy.service.columns import decide_columns
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.problems import ProblemError
@@ -25,6 +26,8 @@ log = logging.getLogger("kvlane.serve")
 # W3C trace context: version, trace id, parent id, flags.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 0x01
+
+T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -43,6 +46,16 @@ DECIDE = Operation(
     gives=answers.Decision,
     problems=("unknown_deployment", "request_id_conflict"),
     example=EXAMPLE,
+)
+BATCH = Operation(
+    "POST",
+    "/v1/decide/batch",
+    "decide_batch",
+    "Decide many requests given as columns; nothing is reserved, and devices and links are taken to be idle.",
+    takes=types.BatchRequest,
+    gives=answers.Decisions,
+    problems=("unknown_deployment",),
+    example={"prompt_tokens": [12370, 800], "hits": {"host": [12368, 512]}},
 )
 RELEASE = Operation(
     "DELETE",
@@ -64,6 +77,7 @@ OBSERVE = Operation(
 )
 OPERATIONS = (
     DECIDE,
+    BATCH,
     RELEASE,
     OBSERVE,
     Operation("GET", "/v1/deployments", "deployments", "What is decided for.", gives=answers.Deployments),
@@ -109,9 +123,11 @@ class Endpoint:
         self._in_flight = 0
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
+        self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
         acts: dict[str, Callable[[bytes], bytes]] = {
             "decide": self._on_decide,
+            "decide_batch": self._on_batch,
             "observe": self._on_observe,
             "deployments": lambda _: _encode(report.deployments(self._served())),
             "models": lambda _: _encode(report.models(self._served())),
@@ -238,18 +254,13 @@ class Endpoint:
         return body
 
     def _on_decide(self, body: bytes) -> bytes:
-        try:
-            asked = self._decide.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise problems.of_decode_error(error, body, types.DecideRequest) from None
-        return self.service.desk.decide(asked)
+        return self.service.desk.decide(_decoded(self._decide, body))
+
+    def _on_batch(self, body: bytes) -> bytes:
+        return decide_columns(self.service.desk, _decoded(self._batch, body))
 
     def _on_observe(self, body: bytes) -> bytes:
-        kind = list[types.Observation]
-        try:
-            records = self._observe.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise problems.of_decode_error(error, body, kind) from None
+        records = _decoded(self._observe, body)
         most = self.service.settings.limits.observations
         if len(records) > most:
             raise ProblemError("invalid_value", f"{len(records)} records are more than {most}", "")
@@ -281,6 +292,14 @@ class Endpoint:
                 ids["decision_id"] = msgspec.json.decode(answer, type=_Id).decision_id
             log.log(level, operation.name, extra=ids)
         return fields({"traceparent": trace})
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as the decoder's type; raises `ProblemError`."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise problems.of_decode_error(error, body, decoder.type) from None
 
 
 class _Id(msgspec.Struct):
