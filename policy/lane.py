@@ -220,7 +220,9 @@ class Lane:
         """Whether loading all of a prefix of that length would be no slower than recomputing it."""
         prompt = prefix + suffix
         recompute = self.cost.recompute_s(self.start, prompt, self.request.prefill_chunk_tokens)
-        return self._load_s(prefix, prompt) <= self.busy_s + recompute
+        if self.busy_s:
+            return self._load_s(prefix, prompt) <= self.busy_s + recompute
+        return self._idle_s(self.start, prefix, prompt) + self._late_s <= recompute
 
     def _halve_until_not(self, suffix: int, shortest: int, high: int) -> tuple[int | None, int]:
         """A prefix for which loading does not pay and one above it for which it does; None without the first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -161,7 +162,13 @@ def serve(settings: Settings, again: Callable[[], Settings], listening: Callable
     """
 
     async def main() -> None:
-        await Running(settings, again).run(listening)
+        running = Running(settings, again)
+        # What is there now stays, and what a request leaves behind is freed without the collector: it need not look
+        # often.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 100)
+        await running.run(listening)
 
     try:
         import uvloop
