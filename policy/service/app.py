@@ -74,6 +74,7 @@ OBSERVE = Operation(
     gives=answers.Observed,
     status=202,
     observes=True,
+    problems=("not_ready",),
 )
 OPERATIONS = (
     DECIDE,
