@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 CONNECTIONS = 16
@@ -121,9 +122,8 @@ async def drive(port: int, requests: Sequence[bytes], seconds: float) -> int:
     clients = []
     for number in range(CONNECTIONS):
         first = number * len(requests) // CONNECTIONS
-        _, client = await loop.create_connection(
-            lambda first=first: Client(requests, first, until), "127.0.0.1", port
-        )
+        make = partial(Client, requests, first, until)
+        _, client = await loop.create_connection(make, "127.0.0.1", port)
         clients.append(client)
     return sum(await asyncio.gather(*(client.done for client in clients)))
 
