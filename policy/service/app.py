@@ -10,7 +10,7 @@ from time import time
 from typing import Any, TypeVar, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
@@ -111,7 +111,7 @@ class _Route:
     """What answers one operation: `act` is given the body and makes the answer's."""
 
     operation: Operation
-    act: Callable[[bytes], bytes]
+    act: Callable[[bytes], bytes | None]
 
 
 class Endpoint:
@@ -126,7 +126,7 @@ class Endpoint:
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
-        acts: dict[str, Callable[[bytes], bytes]] = {
+        acts: dict[str, Callable[[bytes], bytes | None]] = {
             "decide": self._on_decide,
             "decide_batch": self._on_batch,
             "observe": self._on_observe,
@@ -168,7 +168,7 @@ class Endpoint:
                         headers={"Retry-After": "1"},
                     )
                 body = await self._body(request)
-            answer = route.act(body)
+            answer: bytes | None = route.act(body)
             status, content_type = operation.status, operation.content_type
             trace = request.headers.get("traceparent")
             if trace is not None:
@@ -191,7 +191,7 @@ class Endpoint:
             self._heads.head(status, content_type),
             answer,
             extra,
-            keep_alive=request.keep_alive and not self.draining,
+            keep_alive=request.keep_alive and request.version >= HttpVersion11 and not self.draining,
         )
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
@@ -271,17 +271,16 @@ class Endpoint:
             )
         return self.service.intake.observe(records)
 
-    def _on_release(self, decision_id: str) -> bytes:
+    def _on_release(self, decision_id: str) -> None:
         if not self.service.desk.release(decision_id):
             raise ProblemError("unknown_decision", "it has been released, observed, or has expired")
-        return b""
 
     def _on_ready(self, _: bytes) -> bytes:
         if self.draining:
             raise ProblemError("not_ready", "it is stopping")
         return b'{"status":"ready"}'
 
-    def _trace(self, trace: str, operation: Operation, answer: bytes) -> bytes:
+    def _trace(self, trace: str, operation: Operation, answer: bytes | None) -> bytes:
         """Logs the ids of a request that is traced, and gives its traceparent back; one that is none is ignored."""
         found = _TRACEPARENT.fullmatch(trace)
         if found is None:
@@ -289,7 +288,7 @@ class Endpoint:
         level = logging.INFO if int(found[3], 16) & _SAMPLED else logging.DEBUG
         if log.isEnabledFor(level):
             ids = {"trace_id": found[1], "parent_id": found[2]}
-            if operation is DECIDE:
+            if operation is DECIDE and answer is not None:
                 ids["decision_id"] = msgspec.json.decode(answer, type=_Id).decision_id
             log.log(level, operation.name, extra=ids)
         return fields({"traceparent": trace})

@@ -6,7 +6,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -28,13 +27,12 @@ from kvlane.policy.service.metrics import Cells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
 from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
+from kvlane.policy.service.promises import Promises
 from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
 from kvlane.policy.units import LONGEST_S
 
-_encode = msgspec.json.Encoder().encode
-
 # Answers kept for those who ask the same again; each is some two kilobytes.
-_MOST_WORKED = 4096
+_MOST_WORKED = 1024
 
 _Key = tuple[object, ...]
 
@@ -60,15 +58,6 @@ class Made(msgspec.Struct, frozen=True, gc=False):
     request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Promised:
-    """The answer given under a request id, and what was asked."""
-
-    digest: bytes
-    answer: bytes
-    until_s: float
-
-
 class Desk:
     """Decides, with one ledger for all deployments. Its clock is monotonic; nothing here waits."""
 
@@ -77,7 +66,7 @@ class Desk:
         self.breakers = Breakers()
         self.cells = cells
         self.made: OrderedDict[str, Made] = OrderedDict()
-        self._promised: OrderedDict[str, _Promised] = OrderedDict()
+        self._promises = Promises(limits.request_ids)
         # Ids of another run must not be taken for this one's.
         self._stem = secrets.token_hex(6) + "-"
         self._numbers = count(1)
@@ -112,10 +101,8 @@ class Desk:
         """The answer as JSON; raises `ProblemError`."""
         started = perf_counter()
         now = monotonic()
-        request_id, digest = asked.request_id, b""
-        if request_id is not None:
-            digest = blake2b(_encode(asked), digest_size=16).digest()
-            known = self._promise(request_id, digest, now)
+        if asked.request_id is not None:
+            known = self._promises.kept(asked, now)
             if known is not None:
                 return known
         deployment = self.deployment(asked.deployment)
@@ -136,11 +123,9 @@ class Desk:
         if best.booking is not None:
             self.ledger.reserve(decision_id, best.booking, now)
         answer = decision(chosen, decision_id, lifetime_s if asked.reserve else None, ranked)
-        self._remember(decision_id, deployment, best, request_id, now)
-        if request_id is not None:
-            self._promised[request_id] = _Promised(digest, answer, now + lifetime_s)
-            if len(self._promised) > self.limits.request_ids:
-                self._promised.popitem(last=False)
+        self._remember(decision_id, deployment, best, asked.request_id, now)
+        if asked.request_id is not None:
+            self._promises.give(asked, answer, now + lifetime_s)
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
 
@@ -148,22 +133,8 @@ class Desk:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
         if made is not None and made.request_id is not None:
-            self._promised.pop(made.request_id, None)
+            self._promises.forget(made.request_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
-
-    def _promise(self, request_id: str, digest: bytes, now: float) -> bytes | None:
-        """What was answered under that id, if it still holds."""
-        known = self._promised.get(request_id)
-        if known is None:
-            return None
-        if known.until_s <= now:
-            del self._promised[request_id]
-            return None
-        if known.digest != digest:
-            raise ProblemError(
-                "request_id_conflict", f"{request_id!r} was used with another body", "/request_id"
-            )
-        return known.answer
 
     def _each(
         self, deployment: Deployment, planner: Planner, asked: DecideRequest, now: float
@@ -195,7 +166,7 @@ class Desk:
         """What one instance should do, worked out once for all who ask the same; raises `ProblemError`."""
         place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
         notes: list[str] = []
-        hits, checkpoints = self._hits(deployment, spot.hits, place, base, notes, now)
+        hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
         seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state)
         busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
         aim = SOONEST
@@ -247,6 +218,7 @@ class Desk:
         deployment: Deployment,
         listed: list[Hit],
         place: Place,
+        prompt: int,
         base: Where,
         notes: list[str],
         now: float,
@@ -270,7 +242,7 @@ class Desk:
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
-                hits[hit.tier] = tuple(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
+                hits[hit.tier] = _fewest(hit.tokens, prompt)
                 if hit.state_checkpoints:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
@@ -310,6 +282,13 @@ class Desk:
 
 def _ttft(work: _Work) -> float:
     return work.gist.ttft_s
+
+
+def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:
+    """Of all ranks the fewest, which count; all of them where one is more than the prompt, for `Request` to refuse."""
+    if not isinstance(tokens, list):
+        return tokens
+    return min(tokens) if max(tokens) <= prompt else tuple(tokens)
 
 
 def _seen(deployment: Deployment, planner: Planner, state: State) -> Seen:

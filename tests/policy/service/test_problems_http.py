@@ -49,6 +49,7 @@ BAD: list[tuple[Any, int, str, str | None]] = [
     ({**GOOD, "hits": [{**HIT, "state": "maybe"}]}, 422, "invalid_value", "/hits/0/state"),
     ({**GOOD, "hits": [{**HIT, "layers": 5}]}, 422, "unknown_field", "/hits/0/layers"),
     ({**GOOD, "hits": [{**HIT, "tokens": [1, -1]}]}, 422, "invalid_value", "/hits/0/tokens/1"),
+    ({**GOOD, "hits": [{**HIT, "tokens": [5, 1001]}]}, 422, "invalid_value", "/hits/0/tokens"),
     ({**GOOD, "hits": [HIT] * 17}, 422, "invalid_value", "/hits"),
     ({**GOOD, "hits": {"host": 5}}, 422, "invalid_value", "/hits"),
     ({**GOOD, "executor": "magic"}, 422, "invalid_value", "/executor"),
