@@ -2,6 +2,8 @@
 #
 #   make demo     the whole idea on this machine's CPU; table, results.json, timeline.png, trace.json land in results/
 #   make test     the test suite              (PYTEST_ARGS="-k planner" narrows it)
+#   make soak-serve   the endpoint under three minutes of bad clients, killed 200 times under load (a quarter of an hour)
+#   make bench-serve  what the endpoint's parts take, and its rate beside a bare handler's
 #   make lint     ruff, mypy --strict, import-linter
 #   make clean    drop caches and build leftovers; make distclean drops .venv too
 #
@@ -53,10 +55,10 @@ check_disk = \
 	       "free some space, or move the checkout to a larger disk." >&2; exit 1; \
 	fi
 
-.PHONY: help demo test lint format clean distclean check venv lint-links
+.PHONY: help demo test soak-serve bench-serve lint format clean distclean check venv lint-links
 
 help:
-	@sed -n '3,10s/^# \{0,1\}//p' Makefile
+	@sed -n '3,12s/^# \{0,1\}//p' Makefile
 
 check:
 	@$(check_python); $(check_writable); $(check_disk)
@@ -103,6 +105,15 @@ demo: venv
 # folder names would import.
 test: venv
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# The same tests as in `make test`, for longer.
+soak-serve: venv
+	KVLANE_SOAK_S=180 KVLANE_KILLS=200 KVLANE_EXAMPLES=200 $(VENV)/bin/pytest tests/policy/service -v --durations=5 \
+	  -k "beside_bad_ones or killed_under_load or schemathesis" $(PYTEST_ARGS)
+
+bench-serve: venv
+	$(VENV)/bin/pytest tests/policy/service/test_serve_bench.py -q --benchmark-columns=min,median,ops $(PYTEST_ARGS)
+	$(VENV)/bin/python tests/policy/service/rates.py
 
 # Type checkers and import-linter read files, not the editable install's import hook: these links give the
 # folders the names they are imported by.

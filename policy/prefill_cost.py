@@ -91,14 +91,13 @@ class PrefillCost:
         """Seconds of one pass over all layers, LM head apart; no tokens cost nothing."""
         if new <= 0:
             return 0.0
+        # `cost.pass_s` and `floor_of` written out: a decision comes here some fifty times.
         cost = self.extend if resident > 0 else self.fresh
         context = resident + new
-        work = cost.work_s(resident, new)
-        return (
-            cost.overhead_s
-            + max(work, self.floor_s + self.floor_context_s * context)
-            + cost.context_s * context
-        )
+        pairs = new * context if cost.rectangle else new * resident + new * (new + 1) / 2
+        work = cost.token_s * new + cost.pair_s * pairs
+        floor = self.floor_s + self.floor_context_s * context
+        return cost.overhead_s + (work if work > floor else floor) + cost.context_s * context
 
     def prefill_s(self, resident: int, new: int, chunk_tokens: int | None = None) -> float:
         """Seconds of all passes when the engine prefills at most `chunk_tokens` a pass (None: all in one)."""

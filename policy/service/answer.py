@@ -1,39 +1,70 @@
-"""A plan in the words of the answer."""
+"""A plan in the words of the answer, as JSON: put together of pieces, so that none is encoded twice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from kvlane.policy.assignment import Assignment
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.plan import Estimate, LoadSegment
+from kvlane.policy.plan import Estimate, LoadSegment, Path
 from kvlane.policy.service.answers import (
-    Choice,
-    Decision,
+    Advice,
     Estimates,
     Parameter,
     PathEstimate,
     Segment,
     TransferParams,
 )
-from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.types import Hit
 
 _encode = msgspec.json.Encoder().encode
 
 
-def answered(deployment: Deployment, found: Assignment, listed: list[Hit], slo_s: float | None) -> Choice:
-    """One instance's plan as it is answered; `listed` is what was said to be stored, loadable or not."""
+class Gist(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a plan for whoever asks the same again: the `Advice` as JSON, and what is counted of it.
+
+    Neither this nor `Made` is looked at by the garbage collector: there are many, and they hold no cycles.
+    """
+
+    told: bytes
+    path: Path
+    ttft_s: float
+    load_tokens: int
+    unit: int
+    tiers: tuple[str, ...]
+    rejected: Path | None
+    rejected_s: float
+
+
+def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
+    """A plan's gist; `listed` is what was said to be stored, loadable or not."""
+    plan = found.plan
+    rejected: Estimate | None = None
+    for path, estimate in plan.estimates.items():
+        if estimate is None or path == plan.path:
+            continue
+        if rejected is None or estimate.ttft_s < rejected.ttft_s:
+            rejected = estimate
+    return Gist(
+        _advice(found, listed, slo_s),
+        plan.path,
+        plan.ttft_s,
+        plan.load_tokens,
+        found.request.load_unit_tokens,
+        tuple([segment.tier for segment in plan.load]),
+        None if rejected is None else rejected.path,
+        0.0 if rejected is None else rejected.ttft_s,
+    )
+
+
+def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
     plan = found.plan
     estimates = plan.estimates
     load_tokens = plan.load_tokens
-    return Choice(
-        deployment=deployment.name,
-        instance=found.place.instance,
+    told = Advice(
         path=plan.path,
         load=_segments(plan.load),
         load_tokens=load_tokens,
@@ -63,6 +94,7 @@ def answered(deployment: Deployment, found: Assignment, listed: list[Hit], slo_s
         else f"{plan.reason}; the load joins an equal one in flight",
         kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
     )
+    return _encode(told)
 
 
 def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
@@ -103,16 +135,19 @@ def _segments(load: Sequence[LoadSegment]) -> list[Segment]:
     return [Segment(segment.tier, segment.start, segment.end, segment.bytes) for segment in load]
 
 
-def decided(
-    choice: Choice, decision_id: str, expires_in_s: float | None, candidates: list[Choice] | None
+def choice(told: bytes, deployment: str, instance: str) -> bytes:
+    """A `Choice` as JSON: the advice with whom it is for."""
+    return b'%b,"deployment":%b,"instance":%b}' % (told[:-1], _encode(deployment), _encode(instance))
+
+
+def decision(
+    chosen: bytes, decision_id: str, expires_in_s: float | None, ranked: list[bytes] | None
 ) -> bytes:
-    """The whole answer as JSON."""
-    fields: dict[str, Any] = {name: getattr(choice, name) for name in Choice.__struct_fields__}
-    return _encode(
-        Decision(
-            **fields,
-            decision_id=decision_id,
-            expires_in_s=expires_in_s,
-            candidates=UNSET if candidates is None else candidates,
-        )
+    """A `Decision` as JSON: the choice, what it is called, and all the candidates' where there were any."""
+    listed = b"" if ranked is None else b',"candidates":[%b]' % b",".join(ranked)
+    return b'%b,"decision_id":"%b","expires_in_s":%b%b}' % (
+        chosen[:-1],
+        decision_id.encode("ascii"),
+        _encode(expires_in_s),
+        listed,
     )

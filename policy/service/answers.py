@@ -67,15 +67,13 @@ class TransferParams(_Answer):
     max_load_tokens: int
 
 
-class Choice(_Answer):
-    """What one instance should do.
+class Advice(_Answer):
+    """What an instance should do.
 
     `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for an equal one in
     flight instead of moving the same bytes again. `meets_slo` is null where no objective was given.
     """
 
-    deployment: str
-    instance: str
     path: PathName
     load: list[Segment]
     load_tokens: int
@@ -98,6 +96,13 @@ class Choice(_Answer):
     notes: list[str]
     reason: str
     kv_transfer_params: TransferParams | UnsetType = UNSET
+
+
+class Choice(Advice, kw_only=True):
+    """What one instance should do, and which."""
+
+    deployment: str
+    instance: str
 
 
 class Decision(Choice, kw_only=True):

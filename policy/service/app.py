@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
+from kvlane.policy.service.columns import decide_columns
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.problems import ProblemError
@@ -25,6 +26,8 @@ log = logging.getLogger("kvlane.serve")
 # W3C trace context: version, trace id, parent id, flags.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 0x01
+
+T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,6 +47,16 @@ DECIDE = Operation(
     problems=("unknown_deployment", "request_id_conflict"),
     example=EXAMPLE,
 )
+BATCH = Operation(
+    "POST",
+    "/v1/decide/batch",
+    "decide_batch",
+    "Decide many requests given as columns; nothing is reserved, and devices and links are taken to be idle.",
+    takes=types.BatchRequest,
+    gives=answers.Decisions,
+    problems=("unknown_deployment",),
+    example={"prompt_tokens": [12370, 800], "hits": {"host": [12368, 512]}},
+)
 RELEASE = Operation(
     "DELETE",
     "/v1/decisions/{id}",
@@ -61,9 +74,11 @@ OBSERVE = Operation(
     gives=answers.Observed,
     status=202,
     observes=True,
+    problems=("not_ready",),
 )
 OPERATIONS = (
     DECIDE,
+    BATCH,
     RELEASE,
     OBSERVE,
     Operation("GET", "/v1/deployments", "deployments", "What is decided for.", gives=answers.Deployments),
@@ -96,7 +111,7 @@ class _Route:
     """What answers one operation: `act` is given the body and makes the answer's."""
 
     operation: Operation
-    act: Callable[[bytes], bytes]
+    act: Callable[[bytes], bytes | None]
 
 
 class Endpoint:
@@ -109,9 +124,11 @@ class Endpoint:
         self._in_flight = 0
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
+        self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
-        acts: dict[str, Callable[[bytes], bytes]] = {
+        acts: dict[str, Callable[[bytes], bytes | None]] = {
             "decide": self._on_decide,
+            "decide_batch": self._on_batch,
             "observe": self._on_observe,
             "deployments": lambda _: _encode(report.deployments(self._served())),
             "models": lambda _: _encode(report.models(self._served())),
@@ -151,7 +168,7 @@ class Endpoint:
                         headers={"Retry-After": "1"},
                     )
                 body = await self._body(request)
-            answer = route.act(body)
+            answer: bytes | None = route.act(body)
             status, content_type = operation.status, operation.content_type
             trace = request.headers.get("traceparent")
             if trace is not None:
@@ -159,6 +176,9 @@ class Endpoint:
         except ProblemError as problem:
             answer, extra = self._refused(problem)
             status, content_type = problem.status, problems.CONTENT_TYPE
+        except ConnectionError:
+            # The client has gone before its request was whole: nobody reads this, and nothing is wrong here.
+            answer, status, content_type = b"", 400, problems.CONTENT_TYPE
         except Exception:
             log.exception("request failed", extra={"path": request.raw_path[:200]})
             failure = ProblemError("internal_error", "the endpoint failed; its log says why")
@@ -171,7 +191,7 @@ class Endpoint:
             self._heads.head(status, content_type),
             answer,
             extra,
-            keep_alive=request.keep_alive and not self.draining,
+            keep_alive=request.keep_alive and request.version >= HttpVersion11 and not self.draining,
         )
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
@@ -235,18 +255,13 @@ class Endpoint:
         return body
 
     def _on_decide(self, body: bytes) -> bytes:
-        try:
-            asked = self._decide.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise problems.of_decode_error(error, body, types.DecideRequest) from None
-        return self.service.desk.decide(asked)
+        return self.service.desk.decide(_decoded(self._decide, body))
+
+    def _on_batch(self, body: bytes) -> bytes:
+        return decide_columns(self.service.desk, _decoded(self._batch, body))
 
     def _on_observe(self, body: bytes) -> bytes:
-        kind = list[types.Observation]
-        try:
-            records = self._observe.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise problems.of_decode_error(error, body, kind) from None
+        records = _decoded(self._observe, body)
         most = self.service.settings.limits.observations
         if len(records) > most:
             raise ProblemError("invalid_value", f"{len(records)} records are more than {most}", "")
@@ -256,17 +271,16 @@ class Endpoint:
             )
         return self.service.intake.observe(records)
 
-    def _on_release(self, decision_id: str) -> bytes:
+    def _on_release(self, decision_id: str) -> None:
         if not self.service.desk.release(decision_id):
             raise ProblemError("unknown_decision", "it has been released, observed, or has expired")
-        return b""
 
     def _on_ready(self, _: bytes) -> bytes:
         if self.draining:
             raise ProblemError("not_ready", "it is stopping")
         return b'{"status":"ready"}'
 
-    def _trace(self, trace: str, operation: Operation, answer: bytes) -> bytes:
+    def _trace(self, trace: str, operation: Operation, answer: bytes | None) -> bytes:
         """Logs the ids of a request that is traced, and gives its traceparent back; one that is none is ignored."""
         found = _TRACEPARENT.fullmatch(trace)
         if found is None:
@@ -274,10 +288,18 @@ class Endpoint:
         level = logging.INFO if int(found[3], 16) & _SAMPLED else logging.DEBUG
         if log.isEnabledFor(level):
             ids = {"trace_id": found[1], "parent_id": found[2]}
-            if operation is DECIDE:
+            if operation is DECIDE and answer is not None:
                 ids["decision_id"] = msgspec.json.decode(answer, type=_Id).decision_id
             log.log(level, operation.name, extra=ids)
         return fields({"traceparent": trace})
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as the decoder's type; raises `ProblemError`."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise problems.of_decode_error(error, body, decoder.type) from None
 
 
 class _Id(msgspec.Struct):

@@ -6,22 +6,20 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from time import monotonic, perf_counter
 
 import msgspec
 from msgspec import UNSET
 
-from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assign, queues
-from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, LinkKey
+from kvlane.policy.assignment import NOTHING_SEEN, Place, Seen, assign, queues
+from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
 from kvlane.policy.errors import InputError
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import answered, decided
-from kvlane.policy.service.answers import Choice
+from kvlane.policy.service.answer import Gist, choice, decision, gist_of
 from kvlane.policy.service.breakers import Breakers
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
@@ -29,34 +27,35 @@ from kvlane.policy.service.metrics import Cells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
 from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
+from kvlane.policy.service.promises import Promises
 from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
 from kvlane.policy.units import LONGEST_S
 
-_encode = msgspec.json.Encoder().encode
+# Answers kept for those who ask the same again; each is some two kilobytes.
+_MOST_WORKED = 1024
 
-_Ranked = tuple[Candidate, Assignment, Seen]
+_Key = tuple[object, ...]
 
 
-@dataclass(slots=True)
-class Made:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one instance should do; how it is booked where that was asked for."""
+
+    place: Place
+    gist: Gist
+    booking: Booking | None = None
+
+
+class Made(msgspec.Struct, frozen=True, gc=False):
     """A decision as far as it is remembered: to score what became of it, and to end what it booked."""
 
-    deployment: Deployment
+    deployment: str
     path: Path
     ttft_s: float
     load_tokens: int
     unit: int
     links: tuple[LinkKey, ...]
     request_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Promised:
-    """The answer given under a request id, and what was asked."""
-
-    digest: bytes
-    answer: bytes
-    until_s: float
 
 
 class Desk:
@@ -67,7 +66,7 @@ class Desk:
         self.breakers = Breakers()
         self.cells = cells
         self.made: OrderedDict[str, Made] = OrderedDict()
-        self._promised: OrderedDict[str, _Promised] = OrderedDict()
+        self._promises = Promises(limits.request_ids)
         # Ids of another run must not be taken for this one's.
         self._stem = secrets.token_hex(6) + "-"
         self._numbers = count(1)
@@ -102,36 +101,31 @@ class Desk:
         """The answer as JSON; raises `ProblemError`."""
         started = perf_counter()
         now = monotonic()
-        request_id, digest = asked.request_id, b""
-        if request_id is not None:
-            digest = blake2b(_encode(asked), digest_size=16).digest()
-            known = self._promise(request_id, digest, now)
+        if asked.request_id is not None:
+            known = self._promises.kept(asked, now)
             if known is not None:
                 return known
         deployment = self.deployment(asked.deployment)
         executor: Executor = asked.executor or deployment.executor
         planner = deployment.in_force.planners[executor]
-        choices: list[Choice] | None = None
+        ranked: list[bytes] | None = None
         if asked.candidates is UNSET:
-            best, seen = self._assign(deployment, planner, asked, asked, (), now)
-            choice = answered(deployment, best, asked.hits, asked.ttft_slo_s)
+            best = self._work(deployment, planner, asked, asked, (), now)
+            chosen = choice(best.gist.told, deployment.name, best.place.instance)
         else:
-            ranked = list(self._each(deployment, planner, asked, now))
-            ranked.sort(key=_ttft)
-            _, best, seen = ranked[0]
-            choices = [answered(deployment, each, spot.hits, asked.ttft_slo_s) for spot, each, _ in ranked]
-            choice = choices[0]
+            works = list(self._each(deployment, planner, asked, now))
+            works.sort(key=_ttft)
+            best = works[0]
+            ranked = [choice(each.gist.told, deployment.name, each.place.instance) for each in works]
+            chosen = ranked[0]
         decision_id = f"{self._stem}{next(self._numbers):x}"
-        lifetime_s = max(EXPIRY_TTFTS * best.plan.ttft_s, EXPIRY_LEAST_S)
-        if asked.reserve:
-            booking = best.booking(planner, prefix_id=asked.prefix_id, seen=seen)
-            self.ledger.reserve(decision_id, booking, now)
-        answer = decided(choice, decision_id, lifetime_s if asked.reserve else None, choices)
-        self._remember(decision_id, deployment, planner, best, request_id, now)
-        if request_id is not None:
-            self._promised[request_id] = _Promised(digest, answer, now + lifetime_s)
-            if len(self._promised) > self.limits.request_ids:
-                self._promised.popitem(last=False)
+        lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
+        if best.booking is not None:
+            self.ledger.reserve(decision_id, best.booking, now)
+        answer = decision(chosen, decision_id, lifetime_s if asked.reserve else None, ranked)
+        self._remember(decision_id, deployment, best, asked.request_id, now)
+        if asked.request_id is not None:
+            self._promises.give(asked, answer, now + lifetime_s)
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
 
@@ -139,26 +133,12 @@ class Desk:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
         if made is not None and made.request_id is not None:
-            self._promised.pop(made.request_id, None)
+            self._promises.forget(made.request_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
-
-    def _promise(self, request_id: str, digest: bytes, now: float) -> bytes | None:
-        """What was answered under that id, if it still holds."""
-        known = self._promised.get(request_id)
-        if known is None:
-            return None
-        if known.until_s <= now:
-            del self._promised[request_id]
-            return None
-        if known.digest != digest:
-            raise ProblemError(
-                "request_id_conflict", f"{request_id!r} was used with another body", "/request_id"
-            )
-        return known.answer
 
     def _each(
         self, deployment: Deployment, planner: Planner, asked: DecideRequest, now: float
-    ) -> Iterator[_Ranked]:
+    ) -> Iterator[_Work]:
         """Every candidate assigned; raises `ProblemError`."""
         assert asked.candidates is not UNSET
         for name in ("instance", "node", "resident_tokens", "hits", "state"):
@@ -172,10 +152,9 @@ class Desk:
                 "invalid_value", f"{len(asked.candidates)} are more than {most}", "/candidates"
             )
         for index, spot in enumerate(asked.candidates):
-            found, seen = self._assign(deployment, planner, asked, spot, ("candidates", index), now)
-            yield spot, found, seen
+            yield self._work(deployment, planner, asked, spot, ("candidates", index), now)
 
-    def _assign(
+    def _work(
         self,
         deployment: Deployment,
         planner: Planner,
@@ -183,22 +162,39 @@ class Desk:
         spot: DecideRequest | Candidate,
         base: Where,
         now: float,
-    ) -> tuple[Assignment, Seen]:
-        """What one instance should do, and what the request says is waiting there."""
+    ) -> _Work:
+        """What one instance should do, worked out once for all who ask the same; raises `ProblemError`."""
         place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
         notes: list[str] = []
-        hits, checkpoints = self._hits(deployment, spot.hits, place, base, notes, now)
+        hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
         seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state)
         busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
             aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(place, spot.state, now))
+        unit = asked.load_unit_tokens or deployment.settings.load_unit_tokens
+        key: _Key | None = None
+        if aim is SOONEST and not (
+            asked.reserve or notes or checkpoints or (asked.prefix_id and self.ledger)
+        ):
+            key = (
+                planner.executor,
+                asked.prompt_tokens,
+                spot.resident_tokens,
+                unit,
+                busy_s,
+                tuple(hits.items()),
+                tuple(queued_s.values()),
+            )
+            known = deployment.in_force.worked.get(key)
+            if known is not None:
+                return _Work(place, known)
         try:
             request = Request(
                 prompt_tokens=asked.prompt_tokens,
                 hits=hits,
                 resident_tokens=spot.resident_tokens,
-                load_unit_tokens=asked.load_unit_tokens or deployment.settings.load_unit_tokens,
+                load_unit_tokens=unit,
                 prefill_chunk_tokens=deployment.settings.prefill_chunk_tokens,
                 state_checkpoints=checkpoints,
                 link_queue_s=queued_s,
@@ -209,13 +205,20 @@ class Desk:
             raise _located(error, spot.hits, base) from None
         if notes:
             found.plan.remarks = tuple(notes)
-        return found, seen
+        gist = gist_of(found, spot.hits, asked.ttft_slo_s)
+        if key is not None:
+            if len(deployment.in_force.worked) >= _MOST_WORKED:
+                deployment.in_force.worked.clear()
+            deployment.in_force.worked[key] = gist
+        booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
+        return _Work(place, gist, booking)
 
     def _hits(
         self,
         deployment: Deployment,
         listed: list[Hit],
         place: Place,
+        prompt: int,
         base: Where,
         notes: list[str],
         now: float,
@@ -239,7 +242,7 @@ class Desk:
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
-                hits[hit.tier] = tuple(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
+                hits[hit.tier] = _fewest(hit.tokens, prompt)
                 if hit.state_checkpoints:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
@@ -253,45 +256,39 @@ class Desk:
         return self.ledger.waiting(place.instance, now)
 
     def _remember(
-        self,
-        decision_id: str,
-        deployment: Deployment,
-        planner: Planner,
-        best: Assignment,
-        request_id: str | None,
-        now: float,
+        self, decision_id: str, deployment: Deployment, work: _Work, request_id: str | None, now: float
     ) -> None:
-        plan = best.plan
+        """Counts a decision, and keeps what is needed when its outcome is told."""
+        gist = work.gist
         links: tuple[LinkKey, ...] = ()
-        if plan.load:
-            tiers = planner.machine.tiers
-            links = tuple({best.place.link(tiers[segment.tier].link) for segment in plan.load})
+        if gist.tiers:
+            tiers = deployment.told.machine.tiers
+            links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
             if self.breakers:
                 for link in links:
                     self.breakers.probing(link, now)
         self.made[decision_id] = Made(
-            deployment,
-            plan.path,
-            plan.ttft_s,
-            plan.load_tokens,
-            best.request.load_unit_tokens,
-            links,
-            request_id,
+            deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
         )
         if len(self.made) > self.limits.remembered:
             self.made.popitem(last=False)
         cells = self.cells.deployment(deployment.name).paths
-        chosen = cells[plan.path]
-        one_more(chosen.by_tier, plan.load[0].tier if plan.load else "")
-        chosen.predicted_s.observe(plan.ttft_s)
-        others = [found for found in plan.estimates.values() if found is not None and found.path != plan.path]
-        if others:
-            rejected = min(others, key=lambda found: found.ttft_s)
-            cells[rejected.path].rejected_s.observe(rejected.ttft_s)
+        chosen = cells[gist.path]
+        one_more(chosen.by_tier, gist.tiers[0] if gist.tiers else "")
+        chosen.predicted_s.observe(gist.ttft_s)
+        if gist.rejected is not None:
+            cells[gist.rejected].rejected_s.observe(gist.rejected_s)
 
 
-def _ttft(each: _Ranked) -> float:
-    return each[1].plan.ttft_s
+def _ttft(work: _Work) -> float:
+    return work.gist.ttft_s
+
+
+def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:
+    """Of all ranks the fewest, which count; all of them where one is more than the prompt, for `Request` to refuse."""
+    if not isinstance(tokens, list):
+        return tokens
+    return min(tokens) if max(tokens) <= prompt else tuple(tokens)
 
 
 def _seen(deployment: Deployment, planner: Planner, state: State) -> Seen:

@@ -16,6 +16,7 @@ from kvlane.policy.catalog import load_machine, load_model
 from kvlane.policy.errors import InputError
 from kvlane.policy.plan import Executor
 from kvlane.policy.planner import Planner
+from kvlane.policy.service.answer import Gist
 from kvlane.policy.service.config import DeploymentSettings, Settings
 from kvlane.policy.service.types import ExecutorName, PrefillObservation, TransferObservation
 from kvlane.policy.units import parse_rate
@@ -33,11 +34,13 @@ class InForce:
     """What requests are decided with, replaced as a whole when something was learnt.
 
     `planners` has one for each thing an executor can do; `byte_s` says how long one queued byte keeps each link.
+    `worked` remembers answers by all that they follow from.
     """
 
     planners: Mapping[Executor, Planner]
     byte_s: Mapping[str, float]
     record: Record | None
+    worked: dict[tuple[object, ...], Gist] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

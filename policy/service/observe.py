@@ -129,7 +129,7 @@ class Intake:
             if not booked:
                 raise _RefusedError("unknown_decision", "decision_id", "no such decision is remembered")
             return None  # decided before a restart: what it booked is all that is left of it
-        cells = desk.cells.deployment(made.deployment.name)
+        cells = desk.cells.deployment(made.deployment)
         if record.outcome == "load_failed":
             count(cells.fallbacks, "load_failed")
             for link in made.links:
@@ -144,7 +144,7 @@ class Intake:
             path.actual_s.observe(record.ttft_s)
             path.scored_predicted_s += made.ttft_s
             path.error.observe(abs(made.ttft_s - record.ttft_s) / record.ttft_s)
-        return made.deployment.name
+        return made.deployment
 
 
 def _as_decided(record: RequestObservation, made: Made) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class Running:
         self._endpoint = Endpoint(self.service, self._heads)
         self._stop = asyncio.Event()
         self._disk = asyncio.Lock()
-        self._kept_at = monotonic()
+        self._keep_at = monotonic() + settings.snapshot_s
 
     async def run(self, listening: Callable[[str, int], None]) -> None:
         """Serves until SIGTERM or SIGINT; `listening` is told where. Raises `InputError` where it cannot listen."""
@@ -104,7 +105,7 @@ class Running:
             # Twice an interval: what is acknowledged right after one write has lasted before the interval is over.
             await asyncio.sleep(self.service.settings.flush_s / 2)
             await self._write()
-            if monotonic() - self._kept_at >= self.service.settings.snapshot_s and self.service.to_keep:
+            if monotonic() >= self._keep_at and self.service.to_keep:
                 await self._keep()
 
     async def _write(self) -> None:
@@ -134,8 +135,11 @@ class Running:
             return
         await self._write()
         async with self._disk:
+            begun = monotonic()
             snapshot = self.service.snapshot()
-            self._kept_at = monotonic()
+            # Nobody is answered while it is taken: a large one is taken the more seldom.
+            taken = monotonic()
+            self._keep_at = taken + max(self.service.settings.snapshot_s, 50 * (taken - begun))
             lines = store.take()
             try:
                 await asyncio.to_thread(store.write, lines)
@@ -161,7 +165,13 @@ def serve(settings: Settings, again: Callable[[], Settings], listening: Callable
     """
 
     async def main() -> None:
-        await Running(settings, again).run(listening)
+        running = Running(settings, again)
+        # What is there now stays, and what a request leaves behind is freed without the collector: it need not look
+        # often.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 100)
+        await running.run(listening)
 
     try:
         import uvloop

@@ -36,26 +36,28 @@ class Heads:
 
     def renew(self) -> None:
         """Takes the date of now."""
-        self._common = f"Date: {formatdate(usegmt=True)}\r\nX-Content-Type-Options: nosniff\r\n"
+        self._common = f"Date: {formatdate(usegmt=True)}\r\nX-Content-Type-Options: nosniff"
         self._made: dict[tuple[int, str], bytes] = {}
 
     def head(self, status: int, content_type: str) -> bytes:
-        """Everything up to the length, which is to follow."""
+        """Everything up to the length, which is to follow, or up to the last line where there is to be no content."""
         key = (status, content_type)
         made = self._made.get(key)
         if made is None:
-            made = self._made[key] = (
-                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{self._common}"
-                f"Content-Type: {content_type}\r\nContent-Length: "
-            ).encode("ascii")
+            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{self._common}"
+            if status != HTTPStatus.NO_CONTENT:
+                text += f"\r\nContent-Type: {content_type}\r\nContent-Length: "
+            made = self._made[key] = text.encode("ascii")
         return made
 
 
 class Reply(web.StreamResponse):
-    """An answer known as a whole: its head and body leave in one write."""
+    """An answer known as a whole: its head and body leave in one write. A body of None is no content at all."""
 
     # Neither headers nor a status line are negotiated, so that nothing of the base's state is used.
-    def __init__(self, head: bytes, body: bytes, extra: bytes = b"", *, keep_alive: bool = True) -> None:
+    def __init__(
+        self, head: bytes, body: bytes | None, extra: bytes = b"", *, keep_alive: bool = True
+    ) -> None:
         self._head, self._content, self._extra = head, body, extra
         self._stays = keep_alive
         self._asked: web.BaseRequest | None = None
@@ -72,9 +74,11 @@ class Reply(web.StreamResponse):
         if transport is None:
             raise ConnectionResetError("the client has gone")
         end = b"\r\n\r\n" if self._stays else b"\r\nConnection: close\r\n\r\n"
-        transport.write(
-            b"".join((self._head, str(len(self._content)).encode("ascii"), self._extra, end, self._content))
-        )
+        body = self._content
+        if body is None:
+            transport.write(b"".join((self._head, self._extra, end)))
+        else:
+            transport.write(b"".join((self._head, b"%d" % len(body), self._extra, end, body)))
 
     async def write_eof(self, data: bytes = b"") -> None:  # noqa: ARG002
         """Waits for a client that does not read, so that answers do not pile up."""

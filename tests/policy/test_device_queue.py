@@ -116,8 +116,8 @@ def test_crossover_and_break_even_never_contradict_the_estimates(planner: Planne
         assert ("recomputing is faster" in plan.crossover_note) == (not wins)
     if plan.break_even_bytes_per_s is None:
         assert not wins
-    elif not planner.machine.links[f"to_{tier}"].rate_table:
-        rate = planner.machine.links[f"to_{tier}"].rate_bytes_per_s
+    elif not planner.transfer(str(tier), 1).link.rate_table:
+        rate = planner.transfer(str(tier), 1).link.rate_bytes_per_s
         assert (rate >= plan.break_even_bytes_per_s) == wins
 
 

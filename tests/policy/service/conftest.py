@@ -73,7 +73,7 @@ class Served:
         """A metric's value, summed over the labels not named; 0 where there is none."""
         total = 0.0
         for line in self.ask("GET", "/metrics").raw.decode().splitlines():
-            if line.startswith(("#", " ")) or not line.partition("{")[0].partition(" ")[0] == name:
+            if line.partition("{")[0].partition(" ")[0] != name:
                 continue
             if all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rpartition(" ")[2])

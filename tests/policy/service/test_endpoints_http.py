@@ -179,6 +179,7 @@ def test_the_observe_token_is_one_of_its_own(serve: Callable[..., Any], tmp_path
     served = serve({"token_file": "token", "observe_token_file": "observe"})
     decide = served.ask("POST", "/v1/decide", GOOD, {"Authorization": "Bearer ask"})
     assert decide.status == 200
+    assert served.ask("POST", "/v1/decide", GOOD, {"Authorization": "bearer ask"}).status == 200
     assert served.ask("POST", "/v1/decide", GOOD, {"Authorization": "Bearer tell"}).status == 401
     assert served.ask("POST", "/v1/observe", [PREFILL], {"Authorization": "Bearer ask"}).status == 401
     assert served.ask("POST", "/v1/observe", [PREFILL], {"Authorization": "Bearer tell"}).status == 202

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 LONG = {"prompt_tokens": 12370, "hits": [{"tier": "host", "tokens": 12368}]}
-FLUSH_S = 0.5
+FLUSH_S = 0.4
 
 # 20 times in a test run; the script of the soak sets more.
 KILLS = int(os.environ.get("KVLANE_KILLS", "20"))
@@ -149,7 +149,7 @@ def test_killed_under_load_it_starts_clean_and_has_lost_nothing_older_than_one_f
             answer = served.observe(*map(prefill, ids))
             assert answer["duplicates"] == len(ids), f"lost after kill {run}"
         load = Load(served, run)
-        time.sleep(FLUSH_S + 0.1 * (run % 5))
+        time.sleep(FLUSH_S + 0.05 * (run % 5))
         killed_at = time.monotonic()
         served.stop(signal.SIGKILL)
         load.end()

@@ -23,7 +23,8 @@ def entry(number: int) -> Entry:
 
 
 def snapshot(journal: int, *numbers: int) -> Snapshot:
-    learnt = Learnt(msgspec.Raw(b"null"), [entry(number).observation for number in numbers], len(numbers))
+    samples = [PrefillObservation(f"o{number}", 0, 100 + number, 0.5) for number in numbers]
+    learnt = Learnt(msgspec.Raw(b"null"), list(samples), len(numbers))
     seen = [f"o{number}" for number in numbers]
     return Snapshot("kvlane-state/1", 1000.0, journal, {"chat": learnt}, seen)
 
