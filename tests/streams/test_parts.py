@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -186,6 +188,27 @@ class TestTiers:
             assert kit.freed(host)
             assert kit.freed(disk)
             assert executor.ring.free == 3
+
+
+def test_a_load_that_has_ended_keeps_nothing_of_its_source():
+    store = filled()
+    gc.disable()
+    try:
+        with CpuBackend() as backend:
+            executor = LayerExecutor(backend)
+            run = opened(store, 0, 32)
+            memory = weakref.ref(run.memory)
+            load = submit(executor, Device(backend), [run])
+            load.finish()
+            del run
+            assert store.clear() == 0
+            until = time.monotonic() + 10
+            while memory() is not None:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            assert load.settled
+    finally:
+        gc.enable()
 
 
 class TestRing:
