@@ -4,6 +4,7 @@ The core is pure: frozen inputs in, a `Plan` out. No device, no sockets, no cloc
 libraries; importing this package loads neither numpy nor torch.
 """
 
+from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.catalog import load_machine, load_model, machine_names, model_names
 from kvlane.policy.errors import InputError
 from kvlane.policy.machine import Device, Link, Machine, PrefillEfficiency, Tier
@@ -14,6 +15,7 @@ from kvlane.policy.prefill_cost import PassCost, PrefillCost
 
 __all__ = [
     "Calibration",
+    "CircuitBreaker",
     "Device",
     "Estimate",
     "InputError",

@@ -37,6 +37,8 @@ class LayerBytes:
 
     def before(self, after: int) -> LayerBytes:
         """What the layer moves for tokens that end `after` before the load does: the rest of its window, no state."""
+        if self.window is None and not self.static:
+            return self
         window = None if self.window is None else max(0, self.window - after)
         return replace(self, window=window, static=0.0, static_runs=0)
 
@@ -102,7 +104,8 @@ class LayerwiseTransfer(TransferCost):
         )
 
     def before(self, after: int) -> LayerwiseTransfer:
-        return replace(self, kinds=tuple(layer.before(after) for layer in self.kinds)) if after else self
+        kinds = tuple(layer.before(after) for layer in self.kinds)
+        return replace(self, kinds=kinds) if after and kinds != self.kinds else self
 
     def bytes(self, tokens: int) -> float:
         """Bytes moved when `tokens` tokens are loaded, all layers and states."""
@@ -139,7 +142,6 @@ class LayerwiseTransfer(TransferCost):
         return copies * self.link.per_copy_s + moved / self.link.rate_at(moved / copies)
 
     def layers_s(self, tokens: int) -> list[float]:
-        """Seconds for each layer when `tokens` tokens are loaded, without the transfer's latency."""
         if tokens <= 0:
             return [0.0] * self.layers
         if not self.by_layer:
@@ -182,7 +184,27 @@ class LayerwiseTransfer(TransferCost):
     def wait_s(self, tokens: int, computes: Computes, group_layers: int = 1) -> float:
         """How long a pass over the layers waits for `tokens` tokens that arrive layer by layer."""
         each = [computes] * self.layers if isinstance(computes, float) else computes
-        return pipeline.longest_wait(self.arrivals(tokens, group_layers), each)
+        if not self.by_layer:
+            moving = self.moving(tokens)
+            return max(0.0, self.total_s(tokens) - sum(each[: moving[0]])) if moving else 0.0
+        if self.event_s:
+            return pipeline.longest_wait(self.arrivals(tokens, group_layers), each)
+        # The same in one go: most of what a decision about unlike layers takes.
+        copies = [self._one_s(layer, tokens) for layer in self.kinds]
+        at, before, wait = self.lead_s(tokens), 0.0, 0.0
+        for kind, compute in zip(self.order, each, strict=True):
+            if copies[kind] > 0:
+                at += copies[kind]
+                wait = at - before if at - before > wait else wait
+            before += compute
+        return wait
+
+    def group_waits(self, tokens: int, computes: Computes) -> list[float]:
+        each = [computes] * self.layers if isinstance(computes, float) else computes
+        if not self.by_layer:
+            lead = self.lead_s(tokens)
+            return [pipeline.longest_wait(self.arrivals(tokens), each) - lead]
+        return TransferCost.group_waits(self, tokens, each)
 
     def bytes_until(self, tokens: int) -> list[float]:
         """Bytes moved for `tokens` tokens by the time each layer has arrived."""

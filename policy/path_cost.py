@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 from kvlane.policy.plan import Executor
@@ -68,12 +67,15 @@ class PathCost:
             return prefill.pass_s(end, new) / prefill.layers
         return prefill.layers_s(end, new)
 
-    def alone_s(self, transfer: TransferCost, tokens: int, computes: Computes) -> float:
-        """How long the first pass waits for one load of `tokens` tokens."""
+    def alone_s(
+        self, transfer: TransferCost, tokens: int, computes: Computes, group_layers: int | None = None
+    ) -> float:
+        """How long the first pass waits for one load of `tokens` tokens, with the best number of layers to an event
+        where none is given."""
         if self.executor == "bulk":
             return transfer.total_s(tokens)
-        if not transfer.event_s:
-            return transfer.wait_s(tokens, computes)
+        if group_layers is not None or not transfer.event_s:
+            return transfer.wait_s(tokens, computes, group_layers or 1)
         return self.arrival((Part("", transfer, 0, tokens),), computes)[0]
 
     def arrival(self, parts: Sequence[Part], computes: Computes) -> tuple[float, float, int]:
@@ -83,10 +85,26 @@ class PathCost:
         The number that makes the wait shortest is taken: fewer events cost less, and larger groups are waited for
         longer.
         """
-        if self.executor == "bulk" or not any(part.transfer.event_s for part in parts):
-            return self._arrival(parts, computes, 1)
-        groups = range(1, self.prefill.layers + 1)
-        return min((self._arrival(parts, computes, layers) for layers in groups), key=itemgetter(0))
+        group = 1
+        if self.executor != "bulk" and any(part.transfer.event_s for part in parts):
+            group = self._best_group(parts, computes)
+        return self._arrival(parts, computes, group)
+
+    def _best_group(self, parts: Sequence[Part], computes: Computes) -> int:
+        sizes = range(1, self.prefill.layers + 1)
+        waits, done = [0.0 for _ in sizes], [0.0 for _ in sizes]
+        for _, transfer, start, end, follows in parts:
+            tokens = end - start
+            beyond = transfer.group_waits(tokens, computes)
+            awaited = len(transfer.moving(tokens))
+            own = transfer.lead_s(tokens) - transfer.queued_s
+            copying = transfer.total_s(tokens) - transfer.lead_s(tokens)
+            for at, size in enumerate(sizes):
+                lead = own + max(transfer.queued_s, done[at] if follows else 0.0)
+                done[at] = lead + copying + -(-awaited // size) * transfer.event_s
+                if beyond:
+                    waits[at] = max(waits[at], lead + beyond[min(size, len(beyond)) - 1])
+        return waits.index(min(waits)) + 1
 
     def _arrival(
         self, parts: Sequence[Part], computes: Computes, group_layers: int

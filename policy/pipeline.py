@@ -9,6 +9,7 @@ counts, so the wait for both is the longer of the waits for each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -69,6 +70,24 @@ def longest_wait(arrivals: Sequence[float], computes: Sequence[float]) -> float:
         wait = max(wait, arrival - before)
         before += compute
     return wait
+
+
+def group_waits(copied: Sequence[float], needed: Sequence[float], event_s: float) -> list[float]:
+    """The waits when 1, 2, ... of the awaited layers share an event, below 0 where there is time to spare.
+
+    `copied` is when each awaited layer's copies are done, `needed` when compute would get to it had it never
+    waited: what `longest_wait` finds for `grouped` arrivals, for every size of a group.
+    """
+    count = len(copied)
+    waits = []
+    for group in range(1, count + 1):
+        fired, wait = 0.0, -math.inf
+        for first in range(0, count, group):
+            fired += event_s
+            late = copied[min(first + group, count) - 1] + fired - needed[first]
+            wait = late if late > wait else wait
+        waits.append(wait)
+    return waits
 
 
 def uniform_wait(

@@ -29,6 +29,10 @@ from kvlane.policy.two_tiers import TwoTiers
 BAND: Mapping[Source, float] = {"explicit": 0.05, "calibration": 0.10, "profile": 0.25, "assumption": 0.50}
 
 
+# Prices of transfers kept between requests, by tier and load unit, which a request may choose.
+_KEPT_TRANSFERS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Prefill cost fitted to measurements of this machine, with the relative error of the fit.
@@ -219,6 +223,8 @@ class Planner:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
         key = tier, load_unit_tokens
         if key not in self._transfers:
+            if len(self._transfers) >= _KEPT_TRANSFERS:
+                self._transfers.clear()
             found = self.machine.tier(tier)
             link = self.machine.links[found.link]
             of = self._layer_bytes(found.runs_per_layer)

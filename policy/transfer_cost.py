@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from kvlane.policy import pipeline
 from kvlane.policy.machine import Layout, Link, Tier
@@ -134,6 +135,10 @@ class TransferCost:
         rate = self.link.rate_at(self.copy_bytes(tokens))
         return self.copies(tokens) * self.link.per_copy_s + self.bytes(tokens) / rate
 
+    def layers_s(self, tokens: int) -> list[float]:
+        """Seconds for each layer of `tokens` tokens, without the transfer's latency."""
+        return [self.layer_s(tokens)] * self.layers
+
     def total_s(self, tokens: int) -> float:
         """Seconds for all layers of `tokens` tokens, latency included; nothing costs nothing."""
         if tokens <= 0:
@@ -171,6 +176,21 @@ class TransferCost:
                 lead, gap, computes, self.layers, group_layers, self.link.per_event_s
             )
         return pipeline.longest_wait(self.arrivals(tokens, group_layers), computes)
+
+    def group_waits(self, tokens: int, computes: Computes) -> list[float]:
+        """What `wait_s` is beyond `lead_s` for 1, 2, ... layers to an event; below 0 where there is time to spare."""
+        if not self.by_layer:
+            return [self.layers * self.layer_s(tokens)]
+        if isinstance(computes, float):
+            gap, event_s = self.layer_s(tokens), self.link.per_event_s
+            return [
+                pipeline.uniform_wait(0.0, gap, computes, self.layers, group, event_s)
+                for group in range(1, self.layers + 1)
+            ]
+        moving, each = self.moving(tokens), self.layers_s(tokens)
+        before = list(accumulate(computes, initial=0.0))
+        copied = list(accumulate([each[layer] for layer in moving]))
+        return pipeline.group_waits(copied, [before[layer] for layer in moving], self.link.per_event_s)
 
     def moving(self, tokens: int) -> Sequence[int]:  # noqa: ARG002 - every plain layer moves something
         """The layers that anything is moved for; the others are never awaited and are in no group."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from operator import itemgetter
+
 from kvlane.policy.lane import Lane, estimated
 from kvlane.policy.path_cost import Part
 from kvlane.policy.plan import Estimate, Path
@@ -10,6 +13,9 @@ from kvlane.policy.transfer_cost import Computes
 
 # Split points tried before the best of them is closed in on: each takes a search for the boundary of its own.
 _GRID = 12
+
+# Boundaries tried at most for one load whose layers share events.
+_ROUNDS = 3
 
 
 class TwoTiers:
@@ -24,6 +30,7 @@ class TwoTiers:
         self.cost, self.request = last.cost, last.request
         self.start, self.usable = last.start, last.usable
         self.more = first.usable > last.usable
+        self.events = self.cost.executor != "bulk" and bool(first.transfer.event_s or last.transfer.event_s)
         self.one_link = first.transfer.link.name == last.transfer.link.name
 
     def load(self) -> Estimate | None:
@@ -71,30 +78,43 @@ class TwoTiers:
         return estimated(self.cost, request, path, self._cut(begin, boundary, end), band)
 
     def _boundary(self, begin: int, end: int, computes: Computes) -> tuple[int, float]:
-        """Where `[begin, end)` is cut in two so that neither run is waited for longer than the other, and how long
-        the two are waited for then."""
-        cost, points = self.cost, self.first.cuts(begin, end)
-
-        def first(point: int) -> float:
-            return cost.alone_s(self.first.transfer.before(end - point), point - begin, computes)
-
-        def last(point: int) -> float:
-            return cost.alone_s(self.last.transfer, end - point, computes)
-
-        def both(point: int) -> float:
-            return cost.arrival(self._cut(begin, point, end), computes)[0]
-
+        """Where `[begin, end)` is best cut in two, and how long the two runs are waited for then."""
         if self.one_link:
             # One after the other nothing is balanced: each token costs what it costs from its tier.
-            waits = {point: both(point) for point in (points[-1], points[0])}
-            boundary = min(waits, key=lambda point: waits[point])
-            return boundary, waits[boundary]
-        boundary, wait = lowest_maximum(first, last, points)
-        if cost.executor != "bulk" and (self.first.transfer.event_s or self.last.transfer.event_s):
-            # The layers that share an event are the same on both links, and best for neither alone.
-            boundary = closed_in(both, points, (boundary,), _GRID)
-            wait = both(boundary)
-        return boundary, wait
+            points = self.first.cuts(begin, end)
+            ends = [(point, self._wait(begin, point, end, computes)[0]) for point in (points[-1], points[0])]
+            return min(ends, key=itemgetter(1))
+        boundary, wait = self._balance(begin, end, computes, 1)
+        if not self.events:
+            return boundary, wait
+        # The layers that share an event are the same on both links: their number follows from the boundary, and the
+        # boundary from their number.
+        best, group = (boundary, math.inf), 1
+        for _ in range(_ROUNDS):
+            wait, best_group = self._wait(begin, boundary, end, computes)
+            best = min(best, (boundary, wait), key=itemgetter(1))
+            if best_group == group:
+                break
+            group = best_group
+            boundary, _ = self._balance(begin, end, computes, group)
+        return best
+
+    def _balance(self, begin: int, end: int, computes: Computes, group_layers: int) -> tuple[int, float]:
+        """Where neither run is waited for longer than the other."""
+        cost = self.cost
+
+        def first(point: int) -> float:
+            run = self.first.transfer.before(end - point)
+            return cost.alone_s(run, point - begin, computes, group_layers)
+
+        def last(point: int) -> float:
+            return cost.alone_s(self.last.transfer, end - point, computes, group_layers)
+
+        return lowest_maximum(first, last, self.first.cuts(begin, end))
+
+    def _wait(self, begin: int, boundary: int, end: int, computes: Computes) -> tuple[float, int]:
+        wait, _, group = self.cost.arrival(self._cut(begin, boundary, end), computes)
+        return wait, group
 
     def _cut(self, begin: int, boundary: int, end: int) -> tuple[Part, Part]:
         last = self.last.part(boundary, end, end)

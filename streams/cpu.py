@@ -111,6 +111,8 @@ class CpuStream:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            # An idle stream must not keep the memory that its last copy read.
+            del work
 
 
 class PacedLink:

@@ -63,12 +63,19 @@ class _Lane:
     """A tier's copy stream, and the loads that use it."""
 
     stream: Stream
-    loads: list[LayerLoad] = field(default_factory=list)
+    loads: set[LayerLoad] = field(default_factory=set)
 
     @property
     def stuck(self) -> bool:
         """Whether a load that was given up still has a copy under way: what comes behind it would wait for that."""
-        return any(load.lingers for load in self.loads)
+        return any(load.lingers for load in tuple(self.loads))
+
+    def add(self, load: LayerLoad) -> None:
+        """Note a load, and forget those that have settled: they hold on to what they copied from."""
+        self.loads.add(load)
+        for other in tuple(self.loads):
+            if other.settled:
+                self.loads.discard(other)
 
 
 class LayerExecutor:
@@ -148,7 +155,7 @@ class LayerExecutor:
             deadline_s=deadline_s,
         )
         for lane in lanes:
-            lane.loads = [other for other in lane.loads if not other.settled] + [load]
+            lane.add(load)
         return load
 
     def _lane(self, tier: str) -> _Lane:

@@ -100,8 +100,11 @@ class PartLoad:
         try:
             self._source.close()
         finally:
-            self._settled.set()
+            # Whoever still holds this part must not keep an evicted prompt's memory.
+            del self._source
             self._ended()
+            # Last: whoever sees that it has settled may start the next load.
+            self._settled.set()
 
     def timings(self, submitted_s: float) -> tuple[CopyTiming, ...]:
         """A row for every layer that arrived; none while a copy is under way."""

@@ -52,12 +52,12 @@ class BlockPool(Generic[B]):
         self._free: list[B] = []
         self._quarantined: list[tuple[B, LayerLoad]] = []
         self._admitted = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while the backend is called, which `settled` does
 
     def take(self) -> B:
         """A block that nothing else reads or writes."""
+        self._sweep()
         with self._lock:
-            self._sweep()
             if self._free:
                 return self._free.pop()
         return self._make()
@@ -73,8 +73,8 @@ class BlockPool(Generic[B]):
         Raises:
             LoadRefusedError: all places are taken.
         """
+        self._sweep()
         with self._lock:
-            self._sweep()
             if len(self._quarantined) + self._admitted >= self.most:
                 raise LoadRefusedError(
                     f"{len(self._quarantined)} blocks are in quarantine and {self._admitted} loads under way, of "
@@ -96,22 +96,26 @@ class BlockPool(Generic[B]):
     @property
     def quarantined(self) -> int:
         """Blocks kept back now."""
-        with self._lock:
-            self._sweep()
-            return len(self._quarantined)
+        self._sweep()
+        return len(self._quarantined)
 
     @property
     def quarantined_bytes(self) -> int:
         """Device memory kept back now."""
+        self._sweep()
         with self._lock:
-            self._sweep()
             return sum(_nbytes(block.region) for block, _ in self._quarantined)
 
     def _sweep(self) -> None:
-        settled = [block for block, load in self._quarantined if load.settled]
-        if settled:
-            self._quarantined = [held for held in self._quarantined if held[0] not in settled]
-            self._free += settled
+        """Free the blocks whose loads have settled."""
+        with self._lock:
+            held = tuple(self._quarantined)
+        settled = [each for each in held if each[1].settled]
+        with self._lock:
+            for each in settled:
+                if each in self._quarantined:  # another thread may have been here, too
+                    self._quarantined.remove(each)
+                    self._free.append(each[0])
 
 
 def _nbytes(region: Region) -> int:

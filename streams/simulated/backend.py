@@ -96,6 +96,7 @@ class SimulatedBackend:
             does, ahead of which the host runs.
         chooser: which thread goes on where several could; by default the running one for as long as it can.
         timed: see `Scheduler`.
+        jumps: see `Scheduler`.
         costs: of the host's own calls.
         disturb: what goes wrong with copies.
         threads: to run tasks on; its own if None.
@@ -110,13 +111,14 @@ class SimulatedBackend:
         compute: Literal["thread", "stream"] = "thread",
         chooser: Chooser | None = None,
         timed: bool = True,
+        jumps: bool = False,
         costs: HostCosts | None = None,
         disturb: Disturb | None = None,
         threads: HostThreads | None = None,
     ) -> None:
-        self._own_threads = None if threads is not None else HostThreads()
+        self._own_threads = HostThreads() if threads is None else None
         self.host = Scheduler(
-            chooser or InOrder(), threads or self._own_threads or HostThreads(), timed=timed
+            chooser or InOrder(), threads or self._own_threads or HostThreads(), timed=timed, jumps=jumps
         )
         self.host.steps = self._steps
         self._links = dict(links or {ANY: SimulatedLink()})
@@ -136,8 +138,7 @@ class SimulatedBackend:
     # The host.
 
     def now(self) -> float:
-        self.host.check()
-        return self.host.time
+        return self.host.now()
 
     def start(self, task: Callable[[], None], name: str) -> None:
         self.host.point()
@@ -232,6 +233,7 @@ class SimulatedBackend:
         self.host.point()
         assert isinstance(stream, SimulatedStream), "only a copy stream is released"
         stream.closed = True
+        self.host.touch(stream.thing, "change")
 
     @property
     def open_streams(self) -> int:
@@ -243,8 +245,10 @@ class SimulatedBackend:
 
     def reset(self, event: Event) -> None:
         self.host.point()
+        point = _own(event)
+        self.host.touch(point.thing, "change")
         with self._failing:
-            _own(event).reset_by(self.host.me)
+            point.reset_by(self.host.me)
 
     def copy(
         self,
@@ -289,7 +293,6 @@ class SimulatedBackend:
         self._give(stream, Wait(self.host.me.release(), point))
 
     def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
-        self.host.point()
         self.host.sleep(self._costs.event_s)
         self._hold(_own(event), timeout_s)
 
@@ -298,6 +301,7 @@ class SimulatedBackend:
         point = _own(event)
         with self._failing:
             point.use(self.host.me, "a look whether it has fired")
+        self.host.touch(point.thing, "look")
         if point.fired:
             self.host.me.follow(point.clock)
         return point.fired
@@ -332,7 +336,10 @@ class SimulatedBackend:
                 self.host.join_all()
                 while not all(stream.idle for stream in self._streams):
                     self.host.block(self._draining, "streams to finish")
+                for stream in self._streams:
+                    self.host.touch(stream.through, "await")
         finally:
+            self.host.end_turn()
             self._closed = True
             self.host.unwind()
             if self._own_threads is not None:
@@ -391,10 +398,14 @@ class SimulatedBackend:
             self._run_streams()
 
     def _hold(self, event: SimulatedEvent, timeout_s: float | None) -> None:
+        # As with a flag: where it has not fired there is nothing to do before it has.
+        if event.fired:
+            self.host.point()
         with self._failing:
             event.use(self.host.me, "a thread's wait")
-        if not event.fired and not self.host.block(event.threads, event.name, timeout_s):
+        if not event.fired and not self.host.block(event.threads, event.name, timeout_s, event.thing):
             raise TimeoutError(f"{event.name} not fired within {timeout_s} s")
+        self.host.touch(event.thing, "await")
         self.host.me.follow(event.clock)
 
     def _asked(self, event: Event, what: str) -> SimulatedEvent:
@@ -406,7 +417,7 @@ class SimulatedBackend:
 
     def _event(self) -> SimulatedEvent:
         self._events += 1
-        return SimulatedEvent(f"event {self._events}")
+        return SimulatedEvent(self.host, f"event {self._events}")
 
     def _new_stream(self, name: str) -> SimulatedStream:
         key = name if name in self._links else ANY

@@ -48,13 +48,15 @@ class SimulatedEvent:
         "pending",
         "recorded",
         "reset",
+        "thing",
         "threads",
         "time",
         "uses",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, host: Scheduler, name: str) -> None:
         self.name = name
+        self.thing = host.thing()
         self.recorded: Access | None = None
         self.reset: Access | None = None
         self.fired = False
@@ -109,6 +111,7 @@ class SimulatedEvent:
         self.fired_by = Access(by, by.epoch, "firing")
         self.clock = by.release()
         self.fired = True
+        host.touch(self.thing, "open")
         host.wake(self.threads)
 
     def reset_by(self, who: Actor) -> None:
@@ -158,11 +161,13 @@ class SimulatedStream:
         self.link = link
         self.carrier = carrier
         self.actor = host.actor(name)
+        self.thing = host.thing()  # what is given to it, and in which order
+        self.through = host.thing()  # that it comes to an end
         self.closed = False
         self.follows = False  # whether it comes from one batch of copies to the next
         self.held_until: Timer | None = None  # what is under way stands still
         self._progress = progress  # called after something has ended
-        self._given: deque[Work] = deque()
+        self._given: deque[tuple[int, Work]] = deque()
         self._under_way: Work | None = None
 
     @property
@@ -170,19 +175,24 @@ class SimulatedStream:
         return self._under_way is None and not self._given
 
     def give(self, work: Work) -> None:
-        self._given.append(work)
+        thing = self.host.thing()
+        self.host.touch(self.thing, "change")
+        self.host.touch(thing, "open")
+        self._given.append((thing, work))
 
     def may_step(self) -> bool:
         if self._under_way is not None:
             return self.held_until is None
-        return bool(self._given) and self._given[0].ready()
+        return bool(self._given) and self._given[0][1].ready()
 
     def step(self) -> None:
         """One step: begin the next piece of work, or end the one under way."""
+        self.host.touch(self.through, "open")
         if self._under_way is not None:
             self.end()
             return
-        work = self._given.popleft()
+        thing, work = self._given.popleft()
+        self.host.touch(thing, "await")
         self.actor.follow(work.knows)
         if not work.begin(self):
             self._under_way = work
@@ -192,7 +202,7 @@ class SimulatedStream:
     def run(self) -> bool:
         """On the clock: everything up to the next piece of work that takes time; False if there was nothing."""
         ran = False
-        while self._under_way is None and self._given and self._given[0].ready():
+        while self._under_way is None and self._given and self._given[0][1].ready():
             self.step()
             ran = True
         return ran
@@ -201,7 +211,9 @@ class SimulatedStream:
         work, self._under_way = self._under_way, None
         assert work is not None
         work.end(self)
-        self.follows = isinstance(work, Copies) and bool(self._given) and isinstance(self._given[0], Copies)
+        self.follows = (
+            isinstance(work, Copies) and bool(self._given) and isinstance(self._given[0][1], Copies)
+        )
         self._progress()
 
     def __repr__(self) -> str:
@@ -237,6 +249,7 @@ class Wait:
 
     def begin(self, stream: SimulatedStream) -> bool:
         self.event.pending -= 1
+        stream.host.touch(self.event.thing, "await")
         stream.actor.follow(self.event.clock)
         # On the stream's own clock: whoever resets the event must know that the stream is past it.
         self.event.uses.append(Access(stream.actor, stream.actor.epoch, "a stream's wait"))
@@ -312,6 +325,7 @@ class Copies:
         self._check_unchanged()
         self.began.fire(stream.host, stream.actor)
         self._account(stream.actor)
+        stream.host.touch(self.cancel.thing, "look")
         if self.cancel.value:
             self.failure = CopyDroppedError("the load was given up")
             self._finish(stream)

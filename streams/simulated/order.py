@@ -60,11 +60,12 @@ class OrderError(KvSafetyError):
 class Actor:
     """A host thread or a stream: what it has done and what it knows of the others."""
 
-    __slots__ = ("clock", "id", "name")
+    __slots__ = ("clock", "id", "made", "name")
 
     def __init__(self, number: int, name: str, knows: Clock | None = None) -> None:
         self.id = number
         self.name = name
+        self.made = 0  # shared things so far
         self.clock: Clock = {} if knows is None else dict(knows)
         self.clock[number] = 1
 

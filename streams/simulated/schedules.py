@@ -15,6 +15,7 @@ from kvlane.streams.simulated.backend import HostCosts, SimulatedBackend
 from kvlane.streams.simulated.choosers import Seeded
 from kvlane.streams.simulated.draw import LAYER_S, MOST_TOKENS, TIERS, RequestDraw, Schedule
 from kvlane.streams.simulated.engine import Answer, SimulatedBlock, SimulatedEngine
+from kvlane.streams.simulated.host import Chooser
 from kvlane.streams.simulated.kv import PromptKv
 from kvlane.streams.simulated.threads import HostThreads
 from kvlane.streams.simulated.tier import ON_THE_LINK, FaultKind, FaultyRun, LinkFaults, SimulatedTier
@@ -41,19 +42,30 @@ class ScheduleRun:
 
     Args:
         threads: to run on.
+        chooser: who goes on where several could, drawn from the schedule's seed if None.
+        jumps: see `Scheduler`.
 
     Attributes:
         seen: what happened how often.
     """
 
-    def __init__(self, schedule: Schedule, threads: HostThreads) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        threads: HostThreads,
+        *,
+        chooser: Chooser | None = None,
+        jumps: bool = False,
+    ) -> None:
         self.schedule = schedule
         self.seen: Counter[str] = Counter()
         self._threads = threads
         self._faults = LinkFaults()
-        self._chooser = Seeded(
+        self._seeded = Seeded(
             schedule.seed, switch=schedule.switch, stall=schedule.stall, longest_stall_s=5 * LAYER_S
         )
+        self._chooser = self._seeded if chooser is None else chooser
+        self._jumps = jumps
         self._rotten = False
 
     def run(self) -> Counter[str]:
@@ -68,6 +80,7 @@ class ScheduleRun:
             compute=schedule.compute,
             chooser=self._chooser,
             timed=schedule.timed,
+            jumps=self._jumps,
             costs=schedule.costs,
             disturb=self._faults,
             threads=self._threads,
@@ -280,7 +293,7 @@ class ScheduleRun:
         if not schedule.timed or schedule.costs != HostCosts():
             return
         tokens = self.prompts[request.prompt].tokens
-        most = request.deadline_s + schedule.pass_s(tokens) + 0.6 * LAYER_S + self._chooser.stalled_s
+        most = request.deadline_s + schedule.pass_s(tokens) + 0.6 * LAYER_S + self._seeded.stalled_s
         # A layer's compute may have begun before the deadline; a front pass waits for nothing.
         most += max(schedule.compute_s) + schedule.pass_s(runs[0].start)
         if schedule.compute == "stream":

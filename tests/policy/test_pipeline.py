@@ -89,6 +89,28 @@ def test_groups_without_a_price_never_help(layers: Layers, group: int) -> None:
     assert together <= (arrivals[-1] + sum(computes)) * (1 + 1e-9)
 
 
+@given(layers=layers_of, event=st.just(0.0) | seconds, data=st.data())
+def test_the_waits_of_every_size_of_a_group_are_found_together(
+    layers: Layers, event: float, data: st.DataObject
+) -> None:
+    arrivals, computes = sorted(layers[0]), layers[1]
+    # Some layers are not awaited: they only compute.
+    awaited = data.draw(st.lists(st.booleans(), min_size=len(arrivals), max_size=len(arrivals)))
+    moving = [layer for layer, awaits in enumerate(awaited) if awaits]
+    before = list(accumulate(computes, initial=0.0))
+    waits = pipeline.group_waits(
+        [arrivals[layer] for layer in moving], [before[layer] for layer in moving], event
+    )
+    assert len(waits) == len(moving)
+    for group, wait in enumerate(waits, 1):
+        each = [0.0] * len(arrivals)
+        for layer, at in zip(
+            moving, pipeline.grouped([arrivals[layer] for layer in moving], group, event), strict=True
+        ):
+            each[layer] = at
+        assert max(0.0, wait) == pytest.approx(pipeline.longest_wait(each, computes), rel=1e-9, abs=1e-12)
+
+
 @given(layers=layers_of, data=st.data())
 def test_of_two_sources_the_one_waited_for_longer_counts(layers: Layers, data: st.DataObject) -> None:
     first, computes = layers

@@ -201,6 +201,16 @@ def test_a_later_chunk_waits_for_no_layer() -> None:
     assert load.ttft_s == pytest.approx(0.080 + 0.001 + 0.010)
 
 
+def test_a_planner_keeps_the_prices_of_few_transfers_whatever_load_units_it_is_asked_about() -> None:
+    planner = simple_planner(1000)
+    kept = planner.transfer("host", 16)
+    assert planner.transfer("host", 16) is kept
+    for unit in range(17, 1017):
+        planner.decide(Request(101, {"host": 96}, load_unit_tokens=unit))
+    assert planner.transfer("host", 16) is not kept
+    assert planner.transfer("host", 16) == kept
+
+
 def test_parameters_say_the_best_source_there_is() -> None:
     request = Request(12370, {"host": 12368})
     profile = decide(MODEL, H100, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -138,6 +140,23 @@ def stored(model, ids, unit=UNIT, kind=HostStore):
     return store, result
 
 
+def at_once(model, engine, ids, past, states=None):
+    """The reference: logits of the same KV and states, filled at once into the cache transformers itself would use."""
+    cache = DynamicCache(config=model.config)
+    for layer, shape in enumerate(engine.layout.shapes):
+        if shape.state_bytes:
+            kernel = model.config.conv_L_cache
+            cache.update_conv_state(states[layer].view(1, -1, kernel), layer, conv_kernel_size=kernel)
+        else:
+            keys, values = engine.kv.keys(layer)[:, :, :past], engine.kv.values(layer)[:, :, :past]
+            cache.update(keys.clone(), values.clone(), layer)
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.inference_mode():
+        inputs = torch.tensor(ids[past:][None])
+        output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{argument: cache})
+    return output.logits[0, -1].float().numpy()
+
+
 class FaultyStore:
     """A store of which something goes wrong: a call raises, the runs come short or rot, or stand still until `go`.
 
@@ -241,6 +260,7 @@ class Kit:
     engine = staticmethod(make_engine)
     stored = staticmethod(stored)
     freed = staticmethod(freed)
+    at_once = staticmethod(at_once)
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
-    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -87,23 +85,6 @@ def load(engine, store, ids, resident, start, end, **options):
     return result
 
 
-def at_once(model, engine, ids, past, states=None):
-    """The reference: logits of the same KV and states, filled at once into the cache transformers itself would use."""
-    cache = DynamicCache(config=model.config)
-    for layer, shape in enumerate(engine.layout.shapes):
-        if shape.state_bytes:
-            kernel = model.config.conv_L_cache
-            cache.update_conv_state(states[layer].view(1, -1, kernel), layer, conv_kernel_size=kernel)
-        else:
-            keys, values = engine.kv.keys(layer)[:, :, :past], engine.kv.values(layer)[:, :, :past]
-            cache.update(keys.clone(), values.clone(), layer)
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    with torch.inference_mode():
-        inputs = torch.tensor(ids[past:][None])
-        output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{argument: cache})
-    return output.logits[0, -1].float().numpy()
-
-
 @pytest.mark.parametrize("mode", ["bulk", "layered"])
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,7 +98,7 @@ def test_a_sliding_window_gives_the_bits_of_the_same_kv_filled_at_once(kit, kind
         # A whole hit, less than the window, a part after a resident prefix, one unit, and two-ended.
         for resident, start, end in [(0, 0, 80), (0, 0, 8), (13, 13, 64), (72, 72, 80), (5, 40, 80)]:
             late = load(engine, store, ids, resident, start, end, mode=mode, group_layers=1 + end // 40)
-            np.testing.assert_array_equal(late.logits, at_once(model, engine, ids, end))
+            np.testing.assert_array_equal(late.logits, kit.at_once(model, engine, ids, end))
             if dtype == torch.float32:
                 assert late.first_token == full.first_token
                 np.testing.assert_allclose(late.logits, full.logits, rtol=0, atol=1e-4)
@@ -211,7 +192,7 @@ class TestState:
             # The same KV and states, filled at once.
             engine.prefill(ids[: self.END])
             states = {layer: engine.kv.state(layer).clone() for layer in (0, 2)}
-            np.testing.assert_array_equal(late.logits, at_once(model, engine, ids, self.END, states))
+            np.testing.assert_array_equal(late.logits, kit.at_once(model, engine, ids, self.END, states))
 
     def test_makes_a_hit_without_a_checkpoint_worth_nothing(self, kit):
         model, ids = make_model("lfm2"), kit.ids(TOKENS)

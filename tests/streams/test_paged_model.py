@@ -1,4 +1,4 @@
-"""Loads into paged KV as engines keep it, with a real model reading its KV out of the pages."""
+"""Loads into KV in blocks, with a real model that reads its KV out of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvlane.streams.engines.transformers import identity_of, layout_of
 from kvlane.streams.engines.transformers_forward import ModelForward, PromptForward
 from kvlane.streams.executor import LayerExecutor, LayerLoad
+from kvlane.streams.paged_kv import PagedPool
 from kvlane.streams.prefill import Job, Prefiller, SequenceKv
 from kvlane.streams.quarantine import BlockPool
-from kvlane.transfer.paged import BlockForm, PagedRegion
+from kvlane.transfer.paged import BlockForm
 
 TOKENS = 83
 END = 80
@@ -28,52 +29,30 @@ FORMS = {
 }
 
 
-class Pages:
-    """A sequence's pages of a pool, in an order of no meaning, and everything poisoned."""
-
-    def __init__(self, backend, layout, form, dtype):
-        blocks = -(-128 // form.tokens)
-        table = np.random.default_rng(0).permutation(2 * blocks)[:blocks].tolist()
-        self.dtype = dtype
-        self.region = PagedRegion(layout, form, 2 * blocks, table)
-        self.memory = backend.device_bytes(self.region.nbytes)
-        self.memory.view(dtype).fill_(float("nan"))
-
-    def _bytes(self, layer, part, start, end):
-        """Where each byte of some tokens' keys (part 0) or values (part 1) lies, shape [tokens, heads, bytes]."""
-        rows = self.region.rows(layer)[part]
-        tokens = np.array([rows.at(token) for token in range(start, end)])
-        heads = np.arange(self.region.layout.kv_heads) * rows.head_stride
-        at = self.region.layer_offset(layer) + tokens[:, None, None] + heads[None, :, None]
-        return torch.from_numpy(at + np.arange(rows.nbytes))
-
-    def write(self, layer, part, start, rows):
-        """New rows [1, heads, tokens, width]."""
-        new = rows[0].transpose(0, 1).contiguous().view(torch.uint8)
-        self.memory[self._bytes(layer, part, start, start + new.shape[0])] = new
-
-    def read(self, layer, part, end):
-        found = self.memory[self._bytes(layer, part, 0, end)].view(self.dtype)
-        return found.transpose(0, 1)[None].contiguous()
+def paged(backend, layout, form, dtype):
+    """A sequence's blocks of a pool, in an order of no meaning, and everything poisoned."""
+    blocks = -(-128 // form.tokens)
+    pool = PagedPool(backend, layout, form, dtype, 2 * blocks)
+    pool.memory.view(dtype).fill_(float("nan"))
+    return pool.sequence(np.random.default_rng(0).permutation(2 * blocks)[:blocks].tolist())
 
 
 class PagedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, pages, layer, past, ready):
+    def __init__(self, kv, layer, past, ready):
         super().__init__()
         self.is_initialized = True
-        self.pages, self.layer, self.length, self.ready = pages, layer, past, ready
+        self.kv, self.layer, self.length, self.ready = kv, layer, past, ready
 
     def lazy_initialization(self, key_states, value_states):
         pass
 
     def update(self, key_states, value_states, *args, **kwargs):
-        for part, rows in enumerate((key_states, value_states)):
-            self.pages.write(self.layer, part, self.length, rows)
+        self.kv.write(self.layer, self.length, key_states, value_states)
         self.length += key_states.shape[-2]
         self.ready(self.layer)
-        return self.pages.read(self.layer, 0, self.length), self.pages.read(self.layer, 1, self.length)
+        return self.kv.gather(self.layer, self.length)
 
     def get_seq_length(self):
         return self.length
@@ -82,7 +61,7 @@ class PagedLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_max_length(self):
-        return self.pages.region.capacity_tokens
+        return self.kv.region.capacity_tokens
 
 
 class PagedForward(ModelForward):
@@ -98,7 +77,7 @@ def prefilled(kit, form, dtype, kv_heads, mode):
     forward = PagedForward(model, layout)
     with kit.SlowBackend() as backend:
         backend.delay_s = 0.0005
-        pool = BlockPool(lambda: Pages(backend, layout, form, dtype))
+        pool = BlockPool(lambda: paged(backend, layout, form, dtype))
         prefiller = Prefiller(backend, LayerExecutor(backend), pool, layout.layers)
         sequence = SequenceKv(pool.take())
         with store.open(store.lookup(identity, ids), 0, END) as run:
@@ -108,7 +87,7 @@ def prefilled(kit, form, dtype, kv_heads, mode):
             copies = [len(run.copies(layer, sequence.block.region)) for layer in range(layout.layers)]
         cache = DynamicCache(config=model.config)
         for layer in range(layout.layers):
-            cache.update(sequence.block.read(layer, 0, END), sequence.block.read(layer, 1, END), layer)
+            cache.update(*sequence.block.gather(layer, END), layer)
         argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         with torch.inference_mode():
             suffix = torch.tensor(ids[END:][None])
@@ -143,7 +122,7 @@ def test_quarantined_pages_count_for_themselves_and_not_for_the_pool(kit):
         model, ids = kit.model(), kit.ids(TOKENS)
         store, _ = kit.stored(model, ids)
         layout, identity = layout_of(model), identity_of(model, "tiny", "seed-0")
-        pool = BlockPool(lambda: Pages(backend, layout, BlockForm(16), torch.float32))
+        pool = BlockPool(lambda: paged(backend, layout, BlockForm(16), torch.float32))
         block = pool.take()
         with store.open(store.lookup(identity, ids), 0, END) as run:
             load = LayerExecutor(backend).submit([run], block.memory, block.region, mode="layered")
