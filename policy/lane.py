@@ -17,6 +17,10 @@ _LONGEST_PREFIX = MOST_TOKENS
 _MOST_STRETCHES = 512
 
 
+# A crossover is looked for by so many false positions before the range is halved.
+_FALSE_POSITIONS = 12
+
+
 class Lane:
     """One request's choices on one tier: how much to load, and what would change the answer."""
 
@@ -198,40 +202,58 @@ class Lane:
         suffix = self.request.prompt_tokens - self.usable
         shortest = self.start + 1
         here = max(shortest, self.usable)
-        if self._load_pays(here, suffix):
-            low, high = self._halve_until_not(suffix, shortest, here)
+        saved = self._saved_s(here, suffix)
+        if saved >= 0:
+            low, lost, high, saved = self._halve_until_lost(suffix, shortest, here, saved)
             if low is None:
                 return None, "loading is faster for a prefix of any length up to this one"
         else:
-            low, high = here, min(_LONGEST_PREFIX, 2 * here)
-            while not self._load_pays(high, suffix):
+            low, lost, high = here, saved, min(_LONGEST_PREFIX, 2 * here)
+            while (saved := self._saved_s(high, suffix)) < 0:
                 if high >= _LONGEST_PREFIX:
                     return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
-                low, high = high, min(_LONGEST_PREFIX, 2 * high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._load_pays(middle, suffix):
-                high = middle
-            else:
-                low = middle
-        return high, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
+                low, lost, high = high, saved, min(_LONGEST_PREFIX, 2 * high)
+        found = self._turn(suffix, low, lost, high, saved)
+        return found, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
 
-    def _load_pays(self, prefix: int, suffix: int) -> bool:
-        """Whether loading all of a prefix of that length would be no slower than recomputing it."""
+    def _saved_s(self, prefix: int, suffix: int) -> float:
+        """Seconds by which loading all of a prefix of that length is sooner than recomputing it."""
         prompt = prefix + suffix
         recompute = self.cost.recompute_s(self.start, prompt, self.request.prefill_chunk_tokens)
         if self.busy_s:
-            return self._load_s(prefix, prompt) <= self.busy_s + recompute
-        return self._idle_s(self.start, prefix, prompt) + self._late_s <= recompute
+            return self.busy_s + recompute - self._load_s(prefix, prompt)
+        return recompute - self._idle_s(self.start, prefix, prompt) - self._late_s
 
-    def _halve_until_not(self, suffix: int, shortest: int, high: int) -> tuple[int | None, int]:
-        """A prefix for which loading does not pay and one above it for which it does; None without the first."""
+    def _halve_until_lost(
+        self, suffix: int, shortest: int, high: int, saved: float
+    ) -> tuple[int | None, float, int, float]:
+        """A prefix for which loading does not pay and one above it for which it does, with the seconds each saves; None
+        without the first."""
         while high > shortest:
             middle = (shortest + high) // 2
-            if not self._load_pays(middle, suffix):
-                return middle, high
-            high = middle
-        return None, high
+            less = self._saved_s(middle, suffix)
+            if less < 0:
+                return middle, less, high, saved
+            high, saved = middle, less
+        return None, 0.0, high, saved
+
+    def _turn(self, suffix: int, low: int, lost: float, high: int, saved: float) -> int:
+        """The prefix in `(low, high]` from which loading pays, by false position; halving where that is slow."""
+        side, steps = 0, 0
+        while high - low > 1:
+            steps += 1
+            middle = (low + high) // 2
+            if steps <= _FALSE_POSITIONS:
+                middle = min(max(low + int((high - low) * lost / (lost - saved)), low + 1), high - 1)
+            gain = self._saved_s(middle, suffix)
+            if gain >= 0:
+                # An end that stays counts half: else the other would creep towards it.
+                lost = lost / 2 if side > 0 else lost
+                high, saved, side = middle, gain, 1
+            else:
+                saved = saved / 2 if side < 0 else saved
+                low, lost, side = middle, gain, -1
+        return high
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed

@@ -11,9 +11,7 @@ from kvlane.policy.plan import Estimate, Path
 from kvlane.policy.service.answers import (
     Advice,
     Estimates,
-    Parameter,
     PathEstimate,
-    Segment,
     TransferParams,
 )
 from kvlane.policy.service.types import Hit
@@ -64,7 +62,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
     load_tokens = plan.load_tokens
     told = Advice(
         path=plan.path,
-        load=[Segment(segment.tier, segment.start, segment.end, segment.bytes) for segment in plan.load],
+        load=plan.load,
         load_tokens=load_tokens,
         recompute_tokens=plan.prompt_tokens - plan.resident_tokens - load_tokens,
         executor=plan.executor,
@@ -82,10 +80,8 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         break_even_bytes_per_s=plan.break_even_bytes_per_s,
         break_even_note=plan.break_even_note,
         calibrated=plan.calibrated,
-        parameters_from={
-            name: Parameter(each.source, each.text) for name, each in plan.parameters_from.items()
-        },
-        notes=list(plan.notes),
+        parameters_from=plan.parameters_from,
+        notes=plan.notes,
         reason=plan.reason
         if found.joined is None
         else f"{plan.reason}; the load joins an equal one in flight",

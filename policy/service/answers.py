@@ -10,20 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvlane.policy.plan import LoadSegment, Parameter
 from kvlane.policy.service.types import ExecutorName, PathName
 
 
 class _Answer(msgspec.Struct, gc=False):
     pass
-
-
-class Segment(_Answer):
-    """Stored tokens `[start, end)` to load from one tier; `bytes` is what one rank moves."""
-
-    tier: str
-    start: int
-    end: int
-    bytes: int
 
 
 class PathEstimate(_Answer):
@@ -48,13 +40,6 @@ class Estimates(_Answer):
     split: PathEstimate | None
 
 
-class Parameter(_Answer):
-    """Where one parameter came from, explicit before calibration before profile before assumption."""
-
-    source: str
-    text: str
-
-
 class TransferParams(_Answer):
     """What vLLM's offloading connector takes as a request's `kv_transfer_params`: load at most so many tokens."""
 
@@ -69,7 +54,7 @@ class Advice(_Answer):
     """
 
     path: PathName
-    load: list[Segment]
+    load: tuple[LoadSegment, ...]
     load_tokens: int
     recompute_tokens: int
     executor: ExecutorName
@@ -86,7 +71,7 @@ class Advice(_Answer):
     break_even_note: str
     calibrated: bool
     parameters_from: dict[str, Parameter]
-    notes: list[str]
+    notes: tuple[str, ...]
     reason: str
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
