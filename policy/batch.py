@@ -135,7 +135,7 @@ class _Common:
                 type(transfer) is TransferCost
                 and not transfer.link.rate_table
                 and transfer.run_tokens in (None, self.unit)
-                and transfer.per_token_s == transfer.event_s == 0.0
+                and transfer.event_s == 0.0
                 for transfer in transfers
             )
         )
@@ -258,14 +258,17 @@ class _Lane:
             self.unit_s += copies_s
             self.layer_0 = -(resident // common.unit) * copies_s - resident * token_s
         self.fixed_s = link.latency_s + common.planner.prefill.head_s
+        self.per_token_s = transfer.per_token_s
 
     def ttft_s(self, units: Floats) -> Floats:
         begin = units * self.unit
         layer = self.layer_0 + units * self.unit_s
         compute = self.passes.compute_s(begin)
+        if self.per_token_s:
+            compute = compute + self.per_token_s * (begin - self.resident)
         if not self.overlaps:
             return compute + (self.fixed_s + self.layers * layer)
-        first = compute if self.common.chunk is None else self.passes.first_s(begin)
+        first = self.passes.first_s(begin)
         behind = self.layers * layer - first * ((self.layers - 1) / self.layers)
         return compute + (self.fixed_s + np.maximum(layer, behind))
 

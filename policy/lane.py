@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plan import MOST_TOKENS, Estimate, LoadSegment, Path, Request
-from kvlane.policy.search import closed_in, lowest_maximum
+from kvlane.policy.search import closed_in, crossing, lowest_maximum
 from kvlane.policy.split_points import SplitPoints
 from kvlane.policy.transfer_cost import Computes, TransferCost
 
@@ -136,36 +136,25 @@ class Lane:
         suffix = request.prompt_tokens - self.usable
         chunk = request.prefill_chunk_tokens
 
-        def load_pays(prefix: int) -> bool:
+        def saved_s(prefix: int) -> float:
             prompt = prefix + suffix
-            return self._load_s(prefix, prompt) <= self.busy_s + cost.recompute_s(self.start, prompt, chunk)
+            return self.busy_s + cost.recompute_s(self.start, prompt, chunk) - self._load_s(prefix, prompt)
 
         shortest = self.start + 1
-        here = max(shortest, self.usable)
-        if load_pays(here):
-            low, high = self._halve_until(load_pays, shortest, here)
-            if low is None:
-                return None, "loading is faster for a prefix of any length up to this one"
+        low = high = max(shortest, self.usable)
+        if saved_s(high) >= 0:
+            while saved_s(low) >= 0:
+                if low == shortest:
+                    return None, "loading is faster for a prefix of any length up to this one"
+                low, high = (shortest + low) // 2, low
         else:
-            low, high = here, min(_LONGEST_PREFIX, 2 * here)
-            while not load_pays(high):
+            high = min(_LONGEST_PREFIX, 2 * high)
+            while saved_s(high) < 0:
                 if high >= _LONGEST_PREFIX:
                     return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
                 low, high = high, min(_LONGEST_PREFIX, 2 * high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if load_pays(middle) else (middle, high)
+        _, high = crossing(saved_s, range(low, high + 1))
         return high, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
-
-    @staticmethod
-    def _halve_until(load_pays: Callable[[int], bool], shortest: int, high: int) -> tuple[int | None, int]:
-        """A prefix for which loading does not pay and one above it for which it does; None without the first."""
-        while high > shortest:
-            middle = (shortest + high) // 2
-            if not load_pays(middle):
-                return middle, high
-            high = middle
-        return None, high
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed

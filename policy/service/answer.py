@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from msgspec import UNSET
 
 from kvlane.policy.assignment import Assignment
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.plan import Estimate, LoadSegment, Path
+from kvlane.policy.plan import Estimate, Path
 from kvlane.policy.service.answers import (
     Advice,
     Estimates,
-    Parameter,
     PathEstimate,
-    Segment,
     TransferParams,
 )
 from kvlane.policy.service.types import Hit
@@ -66,7 +62,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
     load_tokens = plan.load_tokens
     told = Advice(
         path=plan.path,
-        load=_segments(plan.load),
+        load=plan.load,
         load_tokens=load_tokens,
         group_layers=plan.group_layers,
         recompute_tokens=plan.prompt_tokens - plan.resident_tokens - load_tokens,
@@ -85,10 +81,8 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         break_even_bytes_per_s=plan.break_even_bytes_per_s,
         break_even_note=plan.break_even_note,
         calibrated=plan.calibrated,
-        parameters_from={
-            name: Parameter(each.source, each.text) for name, each in plan.parameters_from.items()
-        },
-        notes=list(plan.notes),
+        parameters_from=plan.parameters_from,
+        notes=plan.notes,
         reason=plan.reason
         if found.joined is None
         else f"{plan.reason}; the load joins an equal one in flight",
@@ -124,15 +118,11 @@ def _estimate(estimate: Estimate | None) -> PathEstimate | None:
         estimate.transfer_s,
         estimate.compute_s,
         estimate.front_s,
-        _segments(estimate.load),
+        estimate.load,
         estimate.load_tokens,
         estimate.load_bytes,
         estimate.group_layers,
     )
-
-
-def _segments(load: Sequence[LoadSegment]) -> list[Segment]:
-    return [Segment(segment.tier, segment.start, segment.end, segment.bytes) for segment in load]
 
 
 def choice(told: bytes, deployment: str, instance: str) -> bytes:

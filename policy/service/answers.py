@@ -10,20 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvlane.policy.plan import LoadSegment, Parameter
 from kvlane.policy.service.types import ExecutorName, PathName
 
 
 class _Answer(msgspec.Struct, gc=False):
     pass
-
-
-class Segment(_Answer):
-    """Stored tokens `[start, end)` to load from one tier; `bytes` is what one rank moves."""
-
-    tier: str
-    start: int
-    end: int
-    bytes: int
 
 
 class PathEstimate(_Answer):
@@ -40,7 +32,7 @@ class PathEstimate(_Answer):
     transfer_s: float
     compute_s: float
     front_s: float
-    load: list[Segment]
+    load: tuple[LoadSegment, ...]
     load_tokens: int
     load_bytes: int
     group_layers: int
@@ -52,13 +44,6 @@ class Estimates(_Answer):
     load: PathEstimate | None
     recompute: PathEstimate | None
     split: PathEstimate | None
-
-
-class Parameter(_Answer):
-    """Where one parameter came from, explicit before calibration before profile before assumption."""
-
-    source: str
-    text: str
 
 
 class TransferParams(_Answer):
@@ -75,7 +60,7 @@ class Advice(_Answer):
     """
 
     path: PathName
-    load: list[Segment]
+    load: tuple[LoadSegment, ...]
     load_tokens: int
     group_layers: int
     recompute_tokens: int
@@ -93,7 +78,7 @@ class Advice(_Answer):
     break_even_note: str
     calibrated: bool
     parameters_from: dict[str, Parameter]
-    notes: list[str]
+    notes: tuple[str, ...]
     reason: str
     kv_transfer_params: TransferParams | UnsetType = UNSET
 

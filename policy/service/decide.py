@@ -167,7 +167,7 @@ class Desk:
         place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
         notes: list[str] = []
         hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
-        seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state)
+        seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
         busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
@@ -291,21 +291,22 @@ def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:
     return min(tokens) if max(tokens) <= prompt else tuple(tokens)
 
 
-def _seen(deployment: Deployment, planner: Planner, state: State) -> Seen:
-    """The request's own words on what is waiting, in seconds; links the machine does not have are of no effect."""
+def _seen(deployment: Deployment, planner: Planner, state: State, base: Where) -> Seen:
+    """The request's own words on what is waiting, in seconds; raises `ProblemError` for a link that is none."""
     byte_s = deployment.in_force.byte_s
     busy_s = state.device_busy_s
     if busy_s is None and state.queued_prefill_tokens is not None:
         chunk = deployment.settings.prefill_chunk_tokens
         busy_s = min(planner.prefill.prefill_s(0, state.queued_prefill_tokens, chunk), LONGEST_S)
-    return Seen(
-        busy_s,
-        {
-            name: min(link.queued_bytes * byte_s[name], LONGEST_S)
-            for name, link in state.links.items()
-            if name in byte_s
-        },
-    )
+    for name in state.links:
+        if name not in byte_s:
+            raise ProblemError(
+                "invalid_value",
+                f"{name!r} is no link of the deployment (expected {', '.join(byte_s)})",
+                pointer(*base, "state", "links", name),
+            )
+    queued_s = {name: min(link.queued_bytes * byte_s[name], LONGEST_S) for name, link in state.links.items()}
+    return Seen(busy_s, queued_s)
 
 
 def _located(error: InputError, hits: list[Hit], base: Where) -> ProblemError:

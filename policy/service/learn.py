@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from hashlib import blake2b
 
 import msgspec
 
@@ -31,10 +32,14 @@ LEAST_SAMPLES = 8
 
 
 class Learner:
-    """One deployment's calibrators. `add` and `learn` may run in different threads."""
+    """One deployment's calibrators. `add` and `learn` may run in different threads.
+
+    `mark` stands for the model, device, engine and dtypes: what was learnt of others is not for this one.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
+        self.mark = blake2b(msgspec.json.encode(_fingerprint(deployment)), digest_size=8).hexdigest()
         self.accepted = 0
         self._unused = 0
         self._lock = threading.Lock()

@@ -68,7 +68,8 @@ class Intake:
                 continue
             accepted += 1
             self.remember(record.observation_id)
-            self._note(Entry(name, record))
+            mark = self.learners[name].mark if name in self.learners else ""
+            self._note(Entry(name, mark, record))
             if name is not None:
                 count(self.desk.cells.deployment(name).accepted, str(record.__struct_config__.tag))
         return _encode(Observed(accepted, duplicates, refused))
@@ -89,7 +90,9 @@ class Intake:
             if isinstance(record, RequestObservation):
                 self.desk.ledger.release(record.decision_id, monotonic(), arrived=record.outcome == "ok")
             elif entry.deployment in self.learners:
-                self.learners[entry.deployment].replay([record])
+                learner = self.learners[entry.deployment]
+                if learner.mark == entry.mark:
+                    learner.replay([record])
 
     def _learner(self, name: str | None) -> Learner:
         try:

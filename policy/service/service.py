@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from time import monotonic, time
 
@@ -70,13 +71,10 @@ class Service:
         new_gate = gate(settings)
         found = deployed.build(settings)
         old = self.intake.learners
-        learners: dict[str, Learner] = {}
-        for each in _distinct(found):
-            learners[each.name] = Learner(each)
-            if each.name in old:
-                before = old[each.name].deployment
-                kept = before.in_force.record if before.in_force.record is not before.base else None
-                learners[each.name] = _resumed(each, kept, list(before.samples), old[each.name].accepted)
+        learners = {
+            each.name: _resumed(each, _learnt(old[each.name])) if each.name in old else Learner(each)
+            for each in _distinct(found)
+        }
         self.settings, self.gate, self.intake.learners = settings, new_gate, learners
         self.desk.serve(found, settings.limits)
         self._dirty = True
@@ -110,17 +108,11 @@ class Service:
         """Everything as it is now, and the journal begun that goes on from here."""
         assert self.store is not None
         self._dirty = False
-        learnt: dict[str, Learnt] = {}
-        for name, learner in self.intake.learners.items():
-            in_force = learner.deployment.in_force
-            record = in_force.record if in_force.record is not learner.deployment.base else None
-            raw = msgspec.Raw(b"null" if record is None else msgspec.json.encode(record))
-            learnt[name] = Learnt(raw, list(learner.deployment.samples), learner.accepted)
         return Snapshot(
             format="kvlane-state/1",
             at_s=time(),
             journal=self.store.next_journal(),
-            deployments=learnt,
+            deployments={name: _learnt(learner) for name, learner in self.intake.learners.items()},
             seen=list(self.intake.seen),
             ledger=self.desk.ledger.snapshot(monotonic()),
         )
@@ -171,8 +163,7 @@ class Service:
             for name, learnt in snapshot.deployments.items():
                 if name in self.intake.learners:
                     deployment = self.intake.learners[name].deployment
-                    record = _record_of(name, learnt.record)
-                    self.intake.learners[name] = _resumed(deployment, record, learnt.samples, learnt.accepted)
+                    self.intake.learners[name] = _resumed(deployment, learnt)
             for observation_id in snapshot.seen:
                 self.intake.remember(observation_id)
             if snapshot.ledger is not None:
@@ -199,27 +190,37 @@ def _distinct(found: dict[str, Deployment]) -> list[Deployment]:
     return list({deployment.name: deployment for deployment in found.values()}.values())
 
 
-def _record_of(name: str, raw: msgspec.Raw) -> Record | None:
-    if bytes(raw) == b"null":
-        return None
-    try:
-        return calibration_record.decode(bytes(raw), "what was kept")
-    except InputError as error:
-        log.warning("the calibration kept of %s is not used: %s", name, error)
-        return None
+def _learnt(learner: Learner) -> Learnt:
+    """What is to be kept of a deployment; a record that a file gave is in that file."""
+    deployment = learner.deployment
+    record = deployment.in_force.record
+    raw = b"null" if record is None or record is deployment.base else msgspec.json.encode(record)
+    return Learnt(learner.mark, msgspec.Raw(raw), list(deployment.samples), learner.accepted)
 
 
-def _resumed(
-    deployment: Deployment, record: Record | None, samples: list[deployed.Sample], accepted: int
-) -> Learner:
-    """A learner that goes on from what was known before, as far as that is of the same deployment."""
-    if record is not None:
+def _resumed(deployment: Deployment, learnt: Learnt) -> Learner:
+    """A learner that goes on from what was known before, as far as that is of the same deployment.
+
+    A calibration file that is newer than what was learnt goes before it.
+    """
+    learner = Learner(deployment)
+    if learner.mark != learnt.mark:
+        log.warning("what was learnt of %s before is of another model, device or engine", deployment.name)
+        return learner
+    raw = bytes(learnt.record)
+    if raw != b"null":
         try:
-            deployment.put_in_force(record)
+            record = calibration_record.decode(raw, "what was kept")
+            if deployment.base is None or _time(record) > _time(deployment.base):
+                deployment.put_in_force(record)
+                learner = Learner(deployment)
         except InputError as error:
             log.warning("what was learnt of %s before is not used: %s", deployment.name, error)
-            return Learner(deployment)
-    learner = Learner(deployment)
-    learner.replay(samples)
-    learner.accepted = accepted
+            return learner
+    learner.replay(learnt.samples)
+    learner.accepted = learnt.accepted
     return learner
+
+
+def _time(record: Record) -> datetime:
+    return datetime.fromisoformat(record.date)

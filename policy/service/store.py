@@ -31,8 +31,12 @@ _MOST_TORN = 10
 
 
 class Learnt(msgspec.Struct, frozen=True):
-    """What is kept of one deployment: the record in force, and the samples to go on from."""
+    """What is kept of one deployment: the record in force, and the samples to go on from.
 
+    `mark` says of what they are: another model, device or engine under the same name has no use for them.
+    """
+
+    mark: str
     record: msgspec.Raw
     samples: list[TransferObservation | PrefillObservation]
     accepted: int = 0
@@ -50,9 +54,10 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One acknowledged observation, of which deployment."""
+    """One acknowledged observation, of which deployment, and of what its measurements are."""
 
     deployment: str | None
+    mark: str
     observation: Observation
 
 

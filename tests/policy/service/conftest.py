@@ -102,8 +102,9 @@ Serve = Callable[..., Served]
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Callable[..., Served]:
-    """Starts a server; the caller stops it."""
+def start_server() -> Iterator[Callable[..., Served]]:
+    """Starts a server; the caller stops it, and what a failed test left running is stopped at the end."""
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: str, environment: Mapping[str, str] | None = None) -> Served:
         command = [sys.executable, "-c", "from kvlane.policy.cli import main; main()", "serve", *arguments]
@@ -111,6 +112,7 @@ def start_server() -> Callable[..., Served]:
         process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**clean, **(environment or {})}
         )
+        started.append(process)
         assert process.stderr is not None
         log: list[str] = []
         port = 0
@@ -135,7 +137,10 @@ def start_server() -> Callable[..., Served]:
         served.drain.start()
         return served
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture

@@ -80,8 +80,9 @@ def test_metrics_are_what_prometheus_reads(server: Any) -> None:
 
 def test_labels_are_never_text_of_a_request(server: Any) -> None:
     names = {"instance": "instance-nobody-configured", "prefix_id": "prefix-x", "request_id": "request-x"}
-    state = {"links": {"link-nobody-configured": {"queued_bytes": 1}}}
-    server.decide(**GOOD, **names, state=state, reserve=True)
+    server.decide(**GOOD, **names, reserve=True)
+    unknown = {"links": {"link-nobody-configured": {"queued_bytes": 1}}}
+    assert server.ask("POST", "/v1/decide", {**GOOD, "state": unknown}).status == 422
     metrics = server.ask("GET", "/metrics").raw.decode()
     for text in (*names.values(), "link-nobody-configured"):
         assert text not in metrics

@@ -68,6 +68,7 @@ BAD: list[tuple[Any, int, str, str | None]] = [
         "/state/links/b~1c/queued_bytes",
     ),
     ({**GOOD, "state": {"links": {"a": {"bytes": 1}}}}, 422, "unknown_field", "/state/links/a/bytes"),
+    ({**GOOD, "state": {"links": {"a": {"queued_bytes": 1}}}}, 422, "invalid_value", "/state/links/a"),
     ({**GOOD, "deployment": "other"}, 404, "unknown_deployment", "/deployment"),
     ({"prompt_tokens": 9, "candidates": []}, 422, "invalid_value", "/candidates"),
     ({**GOOD, "candidates": [{"instance": "a"}]}, 422, "invalid_value", "/hits"),

@@ -66,6 +66,27 @@ def test_what_was_learnt_is_decided_by_after_a_restart(serve: Callable[..., Any]
     assert after["ttft_s"] == pytest.approx(before["ttft_s"], rel=1e-6)
 
 
+def test_what_was_learnt_of_another_model_under_the_same_name_is_not_used(
+    serve: Callable[..., Any], write_toml: Callable[..., None], tmp_path: Path
+) -> None:
+    state = {"state_dir": str(tmp_path / "state")}
+    other = {"deployments": [{"name": "chat", "model": "llama-3.1-70b", "machine": "h100-sxm"}], **state}
+    served = serve(state)
+    for number in range(40):
+        served.observe(
+            {**prefill(f"p{number}"), "new_tokens": 100 * (number + 1), "seconds": 0.1 * (number + 1)}
+        )
+    served.wait_for_log('"calibrated"', 20)
+    write_toml(tmp_path / "serve.toml", other)
+    served.process.send_signal(signal.SIGHUP)
+    served.wait_for_log("of another model")
+    assert served.ask("GET", "/v1/calibration").body["calibrations"][0]["observations"] == 0
+    served.stop(signal.SIGKILL)  # so that journals of both are there
+    again = serve(other)
+    assert again.decide(prompt_tokens=1000)["calibrated"] is False
+    assert again.ask("GET", "/v1/calibration").body["calibrations"][0]["observations"] == 0
+
+
 def test_torn_state_is_set_aside_with_a_warning(serve: Callable[..., Any], tmp_path: Path) -> None:
     state = tmp_path / "state"
     served = serve({"state_dir": state})

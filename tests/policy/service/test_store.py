@@ -19,12 +19,12 @@ from kvlane.policy.service.types import PrefillObservation
 
 
 def entry(number: int) -> Entry:
-    return Entry("chat", PrefillObservation(f"o{number}", 0, 100 + number, 0.5))
+    return Entry("chat", "mark", PrefillObservation(f"o{number}", 0, 100 + number, 0.5))
 
 
 def snapshot(journal: int, *numbers: int) -> Snapshot:
     samples = [PrefillObservation(f"o{number}", 0, 100 + number, 0.5) for number in numbers]
-    learnt = Learnt(msgspec.Raw(b"null"), list(samples), len(numbers))
+    learnt = Learnt("mark", msgspec.Raw(b"null"), list(samples), len(numbers))
     seen = [f"o{number}" for number in numbers]
     return Snapshot("kvlane-state/1", 1000.0, journal, {"chat": learnt}, seen)
 
@@ -169,7 +169,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = Store(Path(sys.argv[1]))
 store.load()
 def note(number):
-    store.note(Entry("chat", PrefillObservation(f"o{number}", 0, 100, 0.5)))
+    store.note(Entry("chat", "mark", PrefillObservation(f"o{number}", 0, 100, 0.5)))
 note(0)
 store.write(store.take())
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
