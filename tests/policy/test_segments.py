@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from kvlane.policy import (
@@ -157,7 +157,36 @@ def small_requests(draw: st.DrawFn) -> Request:
     )
 
 
+def priced_events(executor: Executor, host: Link, disk: Link) -> Planner:
+    """Four layers, tiers over a link each."""
+    tiers = {
+        "host": Tier("host", "one"),
+        "disk": Tier("disk", "other", run_tokens=0),
+    }
+    return Planner(
+        replace(SIMPLE, layers=SIMPLE.layers[:4]),
+        Machine("events", Device("events"), {"one": host, "other": disk}, tiers, ()),
+        executor=executor,
+        calibration=Calibration(PrefillCost(4, PER_TOKEN, PER_TOKEN), 0.1, "drawn at random"),
+        tie_margin=0.0,
+    )
+
+
 @given(planner=few_layers | balanced_planners(), request=small_requests())
+# Found by random search: one bends where another number of layers shares an event, the other is best cut for
+# another number of them than the one it is cut for first.
+@example(
+    planner=priced_events("layered", Link("one", 4e6, 1e-3, 5e-3, per_event_s=2e-3), Link("other", 4e6)),
+    request=Request(46, {"host": 41}, load_unit_tokens=1, prefill_chunk_tokens=32),
+)
+@example(
+    planner=priced_events(
+        "layered",
+        Link("one", 4e6, per_event_s=2e-3),
+        Link("other", 4e6, latency_s=5e-3),
+    ),
+    request=Request(13, {"host": 10, "disk": 8}, load_unit_tokens=1),
+)
 @settings(max_examples=500, deadline=None)
 def test_no_plan_of_any_form_beats_the_chosen_one_by_more_than_the_tie_margin(
     replay: Any, planner: Planner, request: Request
