@@ -3,6 +3,7 @@
 #   make demo     the whole idea on this machine's CPU; table, results.json, timeline.png, trace.json land in results/
 #   make test     the test suite              (PYTEST_ARGS="-k planner" narrows it)
 #   make lint     ruff, mypy --strict, import-linter
+#   make soak     100,000 random schedules of loads on a simulated device  (SOAK_ARGS="--seed 7 --schedules 1000")
 #   make clean    drop caches and build leftovers; make distclean drops .venv too
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter. TORCH_INDEX=https://download.pytorch.org/whl/cpu takes
@@ -20,6 +21,7 @@ MIN_FREE_MB ?= 3000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SOAK_ARGS ?=
 
 is_new_enough := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -53,10 +55,10 @@ check_disk = \
 	       "free some space, or move the checkout to a larger disk." >&2; exit 1; \
 	fi
 
-.PHONY: help demo test lint format clean distclean check venv lint-links
+.PHONY: help demo test soak lint format clean distclean check venv lint-links
 
 help:
-	@sed -n '3,10s/^# \{0,1\}//p' Makefile
+	@sed -n '3,11s/^# \{0,1\}//p' Makefile
 
 check:
 	@$(check_python); $(check_writable); $(check_disk)
@@ -103,6 +105,10 @@ demo: venv
 # folder names would import.
 test: venv
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# The seed is printed first, and with a schedule that fails the command that runs it again.
+soak: venv
+	$(VENV)/bin/python -m kvlane.streams.simulated.soak --schedules 100000 $(SOAK_ARGS)
 
 # Type checkers and import-linter read files, not the editable install's import hook: these links give the
 # folders the names they are imported by.
