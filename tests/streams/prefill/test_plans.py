@@ -84,15 +84,18 @@ class TestReport:
 
 @pytest.mark.parametrize("segments", [[("host", 5, 32)], []])
 def test_a_pass_that_leaves_a_layer_out_is_no_answer_and_holds_nothing_new(toy, segments):
-    class Short(toy.Toy):
-        def answer(self, block, start, end, steps):
-            steps.end = lambda layer: None
-            return super().answer(block, start, end, steps)
-
     with CpuBackend() as backend:
         rig = toy.Rig(backend)
+        forward = toy.Toy(rig.ids)
+        answer = forward.answer
+
+        def short(block, start, end, steps):
+            steps.end = lambda layer: None
+            return answer(block, start, end, steps)
+
+        forward.answer = short
         with pytest.raises(KvSafetyError, match="every layer"):
-            rig.run(5, *segments, forward=Short(rig.ids))
+            rig.run(5, *segments, forward=forward)
         assert rig.sequence.tokens == 5
 
 
