@@ -2,6 +2,7 @@
 #
 #   make demo     the whole idea on this machine's CPU; table, results.json, timeline.png, trace.json land in results/
 #   make test     the test suite              (PYTEST_ARGS="-k planner" narrows it)
+#   make soak     100,000 random schedules of loads on a simulated device  (SOAK_ARGS="--seed 7 --schedules 1000")
 #   make soak-serve   the endpoint under three minutes of bad clients, killed 200 times under load (a quarter of an hour)
 #   make bench-serve  what the endpoint's parts take, and its rate beside a bare handler's
 #   make lint     ruff, mypy --strict, import-linter
@@ -22,6 +23,7 @@ MIN_FREE_MB ?= 3000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SOAK_ARGS ?=
 
 is_new_enough := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -55,10 +57,10 @@ check_disk = \
 	       "free some space, or move the checkout to a larger disk." >&2; exit 1; \
 	fi
 
-.PHONY: help demo test soak-serve bench-serve lint format clean distclean check venv lint-links
+.PHONY: help demo test soak soak-serve bench-serve lint format clean distclean check venv lint-links
 
 help:
-	@sed -n '3,12s/^# \{0,1\}//p' Makefile
+	@sed -n '3,13s/^# \{0,1\}//p' Makefile
 
 check:
 	@$(check_python); $(check_writable); $(check_disk)
@@ -105,6 +107,10 @@ demo: venv
 # folder names would import.
 test: venv
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# The seed is printed first, and with a schedule that fails the command that runs it again.
+soak: venv
+	$(VENV)/bin/python -m kvlane.streams.simulated.soak --schedules 100000 $(SOAK_ARGS)
 
 # The same tests as in `make test`, for longer.
 soak-serve: venv

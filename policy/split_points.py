@@ -87,11 +87,8 @@ class SplitPoints:
         most, least = self._chunks(self.low), self._chunks(self.high)
         counts = {most, most - 1, least + 1, least}
         if self.by_layer:
-            # The last chunk is the first as well, and shrinks: it has a crossing of its own.
-            last = max(least, 2)
-            if last <= most:
-                for point in crossing(self._copy_beyond_compute, range(self.low, self._end(last) + 1)):
-                    counts.update(range(self._chunks(point) - 1, self._chunks(point) + 2))
+            for point in crossing(self._copy_beyond_compute, range(self.low, self.high + 1)):
+                counts.update(range(self._chunks(point) - 1, self._chunks(point) + 2))
         return [
             (max(self.low, self._end(count + 1) + 1), self._end(count))
             for count in counts

@@ -232,10 +232,11 @@ class Prefiller(Generic[B]):
             failed = error
         else:
             self._pool.dismiss()
-            sequence.tokens = job.tokens
+            outcome = _outcome(job, answer, done, passes, load, job.load_end)
             if any(s.window and job.load_end - s.window > job.load_start for s in layout.shapes):
                 sequence.sparse_until = job.load_end
-            return _outcome(job, answer, done, passes, load, job.load_end)
+            sequence.tokens = job.tokens
+            return outcome
         return self._compute(forward, sequence, job, passes, "recompute", load, failed)
 
     def _submit(self, block: B, job: Job) -> LayerLoad:
@@ -310,8 +311,9 @@ class Prefiller(Generic[B]):
         answer = forward.answer(sequence.block, held, job.tokens, steps)
         done = self._backend.now()
         passes.append(_Pass(kind, held, job.tokens, steps))
+        outcome = _outcome(job, answer, done, passes, load, held, failed)
         sequence.tokens = job.tokens
-        return _outcome(job, answer, done, passes, load, held, failed)
+        return outcome
 
     def _steps(self, job: Job, load: LayerLoad | None = None) -> LayerPass:
         return LayerPass(self._backend, self._layers, load, job.submitted_s, job.cancel)

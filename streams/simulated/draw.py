@@ -36,7 +36,7 @@ class RequestDraw:
         seam: where in that a plan of two pieces is cut.
         fault: what goes wrong, in the last run of the load.
         cancel_after: when it is called off, in seconds, or in turns without a clock; None for never.
-        store_first: whether its prompt is stored again before, if it was evicted.
+        store_first: whether its prompt is stored before, where it is not.
     """
 
     prompt: int
@@ -118,7 +118,7 @@ def draw(seed: int) -> Schedule:
     sequences = 2 if random.random() < 0.25 else 1
     most = 4 if layout.layers <= 16 else 2
     compute = random.choice((0.1, 1.0, 1.0, 4.0)) * LAYER_S
-    unit = random.choice((2, 3, 4, 6))
+    unit = random.choice((3, 4, 6, 8))
     costly = random.random() < 0.3
     return Schedule(
         seed=seed,
@@ -126,7 +126,7 @@ def draw(seed: int) -> Schedule:
         paged=_form(random) if random.random() < 0.4 else None,
         unit_tokens=unit,
         prompts=prompts,
-        checkpoints=tuple(sorted(random.sample(range(unit, MOST_TOKENS, unit), 3))),
+        checkpoints=tuple(sorted(random.sample(range(unit, MOST_TOKENS, unit), 2))),
         links=_links(random, layout),
         compute=random.choice(("thread", "stream")),
         timed=timed,
@@ -219,7 +219,7 @@ def _request(random: Random, layout: KvLayout, prompts: int, timed: bool, *, alo
         fault=_fault(random, layout, deadline, alone) if random.random() < 0.35 else None,
         cancel_after=_pause(random, layout, timed) if random.random() < 0.12 else None,
         on_failure="raise" if random.random() < 0.1 else "recompute",
-        store_first=random.random() < 0.7,
+        store_first=random.random() < 0.85,
     )
 
 

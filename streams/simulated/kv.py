@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlane.transfer.identity import EncodedIds
 from kvlane.transfer.layout import KvLayout, KvRegion
+from kvlane.transfer.shapes import LayerShape
 from kvlane.transfer.store import HostBytes, LayerKv
 
 _WORD = 8
@@ -20,7 +21,12 @@ _KEYS, _VALUES, _STATE = 0, 1, 2
 
 def rows_only(layout: KvLayout) -> KvLayout:
     """The same layers' rows, of every token: no window, no state. They lie where they lay."""
-    return KvLayout.of(replace(shape, window=None, state_bytes=0) for shape in layout.shapes)
+    return KvLayout.of(_rows_only(shape) for shape in layout.shapes)
+
+
+@lru_cache
+def _rows_only(shape: LayerShape) -> LayerShape:
+    return replace(shape, window=None, state_bytes=0)
 
 
 @dataclass(frozen=True, eq=False)

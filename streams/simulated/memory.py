@@ -56,6 +56,8 @@ class Block:
         Raises:
             OrderError: nothing orders it after the reads and the write before it.
         """
+        if low == high:
+            return
         first, last = self._split(low), self._split(high)
         for cell in self._cells[first:last]:
             for earlier in (*cell.reads.values(), cell.write):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -115,13 +115,11 @@ class ScheduleRun:
             head_s=0.1 * LAYER_S,
             carry_s=0.5 * LAYER_S,
         )
-        for prompt in self.prompts:
-            self._store(prompt)
 
-    def _store(self, prompt: PromptKv) -> None:
-        for tier in self.tiers.values():
-            whole = prompt.tokens // self.schedule.unit_tokens * self.schedule.unit_tokens
-            tier.put(prompt, tuple(at for at in self.schedule.checkpoints if at <= whole))
+    def _store(self, prompt: PromptKv, tiers: Iterable[str]) -> None:
+        whole = prompt.tokens // self.schedule.unit_tokens * self.schedule.unit_tokens
+        for tier in tiers:
+            self.tiers[tier].put(prompt, tuple(at for at in self.schedule.checkpoints if at <= whole))
 
     def _evict(self) -> None:
         for pause in self.schedule.evictions:
@@ -146,8 +144,8 @@ class ScheduleRun:
 
     def _request(self, sequence: _Sequence, request: RequestDraw) -> None:
         prompt = self.prompts[request.prompt]
-        if request.store_first:
-            self._store(prompt)
+        if request.store_first and request.plan != "recompute":
+            self._store(prompt, request.tiers if "tiers" in request.plan else request.tiers[:1])
         resident = _resident(sequence, prompt, request.resident)
         runs = self._open(prompt, request, resident)
         cancel = self._cancel_later(request)

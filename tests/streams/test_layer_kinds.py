@@ -167,6 +167,7 @@ class TestWindow:
         hold = LayerLoad.hold
         monkeypatch.setattr(LayerLoad, "hold", lambda self, at: None if at == layer else hold(self, at))
         with kit.SlowBackend() as backend:
+            backend.delay_s = 0.03  # no busy machine is as late as that
             assert np.isnan(load(kit.engine(model, backend), store, ids, 0, 0, 80).logits).all()
 
 
@@ -248,4 +249,5 @@ class TestState:
         hold = LayerLoad.hold
         monkeypatch.setattr(LayerLoad, "hold", lambda self, at: None if at == layer else hold(self, at))
         with kit.SlowBackend() as backend:
+            backend.delay_s = 0.03  # no busy machine is as late as that
             assert np.isnan(load(kit.engine(model, backend), store, ids, 0, 0, self.END).logits).all()

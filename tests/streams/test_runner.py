@@ -43,9 +43,9 @@ def planner_for(model, executor="layered", host=FAST, disk=FAST):
 class Rig:
     """A model whose first 40 prompt tokens are stored in host memory, and 80 on what stands for a disk."""
 
-    def __init__(self, kit, backend, executor="layered", host=FAST, disk=FAST, **options):
+    def __init__(self, kit, backend, executor="layered", host=FAST, disk=FAST, model=None):
         self.kit = kit
-        self.model, self.ids = kit.model(), kit.ids(TOKENS)
+        self.model, self.ids = model or kit.model(), kit.ids(TOKENS)
         self.engine = kit.engine(self.model, backend)
         self.full = self.engine.prefill(self.ids)
         self.stores = {
@@ -54,7 +54,6 @@ class Rig:
         }
         self.store()
         self.planner = planner_for(self.model, executor, host, disk)
-        self.options = options
 
     def store(self):
         self.engine.save(self.stores["host"], self.ids, 40)
@@ -107,6 +106,14 @@ class TestPlan:
         assert answer.result.mode == (None if not expected else "bulk" if executor == "bulk" else "layered")
         assert answer.failures == ()
         assert runner.failure_counts == {}
+
+    def test_moves_of_a_window_what_it_says(self, kit):
+        with kit.SlowBackend() as backend:
+            backend.delay_s = 0.0005
+            rig = Rig(kit, backend, model=kit.model("mistral", sliding_window=16))
+            answer = rig.run(rig.runner())
+        assert loaded(answer) == [("disk", 0, 80)]
+        assert answer.result.loaded_bytes == answer.plan.load_bytes == 16 * rig.engine.layout.bytes_per_token
 
     def test_groups_layers_as_decided(self, kit, monkeypatch):
         with CpuBackend() as backend:

@@ -124,6 +124,7 @@ class TestControls:
         hold = LayerLoad.hold
         monkeypatch.setattr(LayerLoad, "hold", lambda self, at: None if at == layer else hold(self, at))
         with kit.SlowBackend() as backend:
+            backend.delay_s = 0.03  # no busy machine is as late as that
             wrong = load(kit.engine(model, backend), store, ids, 0, 80)
         assert np.isnan(wrong.logits).all()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvlane.policy.errors import InputError
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.prefill import Job
+from kvlane.transfer.store import KvSafetyError
 
 
 @pytest.mark.parametrize("group_layers", [1, 2, 5, 9])
@@ -79,6 +80,23 @@ class TestReport:
             rig = toy.Rig(backend)
             rig.check(rig.run(0, ("host", 12, 32), forward=toy.Toy(rig.ids, go)))
         assert went[5] == (32, 0)
+
+
+@pytest.mark.parametrize("segments", [[("host", 5, 32)], []])
+def test_a_pass_that_leaves_a_layer_out_is_no_answer_and_holds_nothing_new(toy, segments):
+    with CpuBackend() as backend:
+        rig = toy.Rig(backend)
+        forward = toy.Toy(rig.ids)
+        answer = forward.answer
+
+        def short(block, start, end, steps):
+            steps.end = lambda layer: None
+            return answer(block, start, end, steps)
+
+        forward.answer = short
+        with pytest.raises(KvSafetyError, match="every layer"):
+            rig.run(5, *segments, forward=forward)
+        assert rig.sequence.tokens == 5
 
 
 class TestJob:

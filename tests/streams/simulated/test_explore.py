@@ -74,8 +74,8 @@ def a_wait_that_may_time_out(backend, seen):
 
 
 PROGRAMS = {
-    three_under_a_lock: {"".join(order) for order in permutations("abc")},
-    three_apart: {"abc"},
+    three_under_a_lock: {str([*order]) for order in permutations("abc")},
+    three_apart: {str([*"abc"])},
     a_flag_looked_at: {str([pair]) for pair in ((False, False), (False, True), (True, True))},
     a_wait_that_may_time_out: {"[True]", "[False]"},
 }
@@ -87,10 +87,10 @@ class TestPrograms:
         seen = set()
 
         def run(chooser):
-            one = []
+            one: list[object] = []
             with SimulatedBackend(chooser=chooser, timed=False, jumps=True, threads=threads) as backend:
                 program(backend, one)
-            seen.add("".join(one) if all(isinstance(name, str) for name in one) else str(one))
+            seen.add(str(one))
 
         return explore(run), seen
 

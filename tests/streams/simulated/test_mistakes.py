@@ -25,6 +25,7 @@ from kvlane.streams.simulated.order import OrderError
 from kvlane.streams.simulated.schedules import ScheduleRun, run_schedule
 from kvlane.streams.simulated.tier import Fault, FaultyRun
 from kvlane.transfer.host_run import HostRun
+from kvlane.transfer.layout import CopyDescriptor
 
 SEEDS = range(6)
 
@@ -44,9 +45,14 @@ def caught(schedule, threads, computes, clocks):
 @pytest.fixture
 def runs(monkeypatch):
     """The runs made so far."""
-    made = []
+    made: list[ScheduleRun] = []
     set_up = ScheduleRun._set_up
-    monkeypatch.setattr(ScheduleRun, "_set_up", lambda self: ([made.append(self), set_up(self)]))
+
+    def noted(self):
+        made.append(self)
+        set_up(self)
+
+    monkeypatch.setattr(ScheduleRun, "_set_up", noted)
     return made
 
 
@@ -212,7 +218,8 @@ class TestWhatCopiesWaitFor:
 
     def test_a_fence_of_the_load_before(self, sim, check):
         def take_away(patch):
-            wait, first = SimulatedBackend.wait, {}
+            wait = SimulatedBackend.wait
+            first: dict[object, object] = {}
 
             def the_first(self, stream, event, timeout_s=None):
                 wait(self, stream, first.setdefault(self, event), timeout_s)
@@ -350,7 +357,7 @@ class TestSources:
     def test_descriptors_changed_while_they_are_used(self, sim, check):
         def take_away(patch):
             issue = PartLoad._issue
-            shared = []
+            shared: list[CopyDescriptor] = []
 
             def into_one_list(self, copies, moves):
                 shared[:] = copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +48,7 @@ class Case:
     end: int
     group: int
     windows: tuple[int | None, ...]
-    compute: str
+    compute: Literal["thread", "stream"]
     mode: str = "layered"
     costs: HostCosts = FREE
 
