@@ -274,6 +274,8 @@ class AsyncClient:
         async with session.request(
             call.method, url, data=call.body, headers=call.headers, allow_redirects=False
         ) as reply:
+            if (reply.content_length or 0) > MOST_BYTES:
+                raise NoAnswerError("garbage", TOO_LONG)
             raw = bytearray()
             async for piece in reply.content.iter_any():
                 raw += piece
