@@ -2,7 +2,8 @@
 
 It stands where `CpuBackend` or a CUDA device would: the executor's real threads run against it, one at a time, and
 streams, links and events advance on a clock that jumps from one thing to the next. Memory is real and small, so that
-what attention read can be compared byte by byte.
+what attention read can be compared byte by byte. Every use of it is held against every other by vector clocks
+(Lamport's happens-before): a race is found in either order of its two sides.
 
 Attention itself is unknown here: whoever computes says through `launch` what that reads and writes, and through
 `overwrite` what the host does to memory of its own.
@@ -13,9 +14,10 @@ What it cannot see:
   order threads, and only there does another thread come in. A hand-over through any other lock orders nothing here
   and is reported where it is right; one through a plain attribute is not looked at where it is wrong.
 - Memory touched without `launch`, `copy`, `read` or `overwrite`.
-- Orders that no run came to: what is checked is every order that the same synchronisation allows, of every run that
-  was made. Where the code under test asks and then goes another way (a flag set or not, an event fired or not, a time
-  passed or not), each way has to be run once.
+- Orders that no run came to. A run stands for every order that its own synchronisation allows, whichever came. Where
+  the code under test asks and then goes another way (a flag set or not, an event fired or not, a time passed or not),
+  each way has to be run; and a lock or a flag that happened to be used in between for something else orders as well
+  as one that was meant to, in the runs in which it was.
 - What a device does that is not ordered by streams at all: caches, the copy engine's own reordering inside one batch,
   pageable memory staged by a driver, a kernel that reads beyond what it said.
 - How long anything really takes.
@@ -44,18 +46,14 @@ from kvlane.streams.simulated.device import (
     Wait,
     Work,
 )
-from kvlane.streams.simulated.host import Chooser, Scheduler, Task
+from kvlane.streams.simulated.host import Chooser, Failing, Scheduler, Task
 from kvlane.streams.simulated.links import SimulatedLink
-from kvlane.streams.simulated.memory import Block, Memory
-from kvlane.streams.simulated.order import Kind, OrderError
+from kvlane.streams.simulated.memory import Bytes, Memory, Place, Span
+from kvlane.streams.simulated.order import Access, Kind, OrderError
 from kvlane.streams.simulated.sync import SimulatedFlag, SimulatedLock
 from kvlane.streams.simulated.threads import HostThreads
 from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.store import HostBytes, KvSafetyError
-
-Bytes: TypeAlias = "torch.Tensor | HostBytes"
-Span: TypeAlias = tuple[Bytes, int, int]
-"""Bytes `[low, high)` of a piece of memory."""
 
 Disturb: TypeAlias = Callable[[str, Sequence[CopyDescriptor]], Disturbance | None]
 """What goes wrong with a batch, by its stream's name and its copies; asked as it is handed over."""
@@ -131,7 +129,7 @@ class SimulatedBackend:
         self._running = False
         self._events = 0
         self._closed = False
-        self._failing = _Failing(self.host)
+        self._failing = Failing(self.host)
         self._device = None if compute == "thread" else self._new_stream("compute")
         self.compute: Stream = _ComputeThread() if self._device is None else self._device
 
@@ -182,20 +180,18 @@ class SimulatedBackend:
             point = self._event()
             self._record(self._device, point)
             self._hold(point, None)
-        block, low = self._place(device)
-        self._run_here(Kernel({}, "a read by the host", 0.0, [(block, low, low + device.numel())], [], None))
-        return block.data[low : low + device.numel()]
+        place = self._memory.find(device)
+        with self._failing:
+            place.block.read(place.low, place.high, self._access("a read by the host"))
+        return place.data
 
     def overwrite(self, memory: Bytes, value: int | HostBytes) -> None:
         """The calling thread writes memory: a source is filled, freed or used for something else."""
         self.host.point()
-        block, low = self._place(memory)
-        high = low + _size(memory)
-
-        def body() -> None:
-            block.data[low:high] = value
-
-        self._run_here(Kernel({}, "a write by the host", 0.0, [], [(block, low, high)], body))
+        place = self._memory.find(memory)
+        with self._failing:
+            place.block.write(place.low, place.high, self._access("a write by the host"))
+        place.data[:] = value
 
     # The device.
 
@@ -216,13 +212,13 @@ class SimulatedBackend:
             body: what it does to the bytes, run when it begins.
         """
         self.host.point()
-        kernel = Kernel({}, what, seconds, self._spans(reads), self._spans(writes), body)
+        places = self._memory.find_all(reads), self._memory.find_all(writes)
         if self._device is None:
-            self._run_here(kernel)
+            with self._failing:
+                Kernel({}, what, seconds, *places, body).run(self.host.me)
             self.host.sleep(seconds)
         else:
-            kernel.knows = self.host.me.release()
-            self._give(self._device, kernel)
+            self._give(self._device, Kernel(self.host.me.release(), what, seconds, *places, body))
 
     def stream(self, name: str) -> Stream:
         self.host.point()
@@ -266,8 +262,8 @@ class SimulatedBackend:
         assert isinstance(cancel, SimulatedFlag)
         self._check_stream(stream)
         first, last = _own(began), _own(done)
-        into, out_of = self._place(destination), self._place(source)
-        _check_inside(copies, _size(destination), _size(source))
+        into, out_of = self._memory.find(destination), self._memory.find(source)
+        _check_inside(copies, into, out_of)
         with self._failing:
             first.record_by(self.host.me, "record before a copy")
             last.record_by(self.host.me, "record after a copy")
@@ -364,13 +360,11 @@ class SimulatedBackend:
 
     def _run_streams(self) -> None:
         """On the clock every stream goes on as far as it can; one may let another go on."""
-        if self._draining and all(stream.idle for stream in self._streams):
-            self.host.wake(self._draining)
-        if self._running or not self.host.timed:
+        if self._running:
             return
         self._running = True
         try:
-            while any(stream.run() for stream in self._streams):
+            while self.host.timed and any(stream.run() for stream in self._streams):
                 pass
         finally:
             self._running = False
@@ -382,20 +376,19 @@ class SimulatedBackend:
         with self._failing:
             self._run_streams()
 
-    def _run_here(self, kernel: Kernel) -> None:
-        with self._failing:
-            kernel.touch(self.host.me)
-
     def _record(self, stream: Stream, event: SimulatedEvent) -> None:
         if isinstance(stream, SimulatedStream):
             self._check_stream(stream)
         with self._failing:
             event.record_by(self.host.me, "record")
-        if isinstance(stream, SimulatedStream):
-            self._give(stream, Record(self.host.me.release(), event))
-        else:
-            event.fire(self.host, self.host.me)
-            self._run_streams()
+            if isinstance(stream, SimulatedStream):
+                self._give(stream, Record(self.host.me.release(), event))
+            else:
+                event.fire(self.host, self.host.me)
+                self._run_streams()
+
+    def _access(self, what: str) -> Access:
+        return Access(self.host.me, self.host.me.epoch, what)
 
     def _hold(self, event: SimulatedEvent, timeout_s: float | None) -> None:
         # As with a flag: where it has not fired there is nothing to do before it has.
@@ -428,20 +421,6 @@ class SimulatedBackend:
         self._streams.append(SimulatedStream(self.host, name, link, carrier, self._run_streams))
         return self._streams[-1]
 
-    def _place(self, memory: Bytes) -> tuple[Block, int]:
-        if isinstance(memory, torch.Tensor):
-            if memory.dtype != torch.uint8 or not memory.is_contiguous():
-                raise KvSafetyError(f"device memory is handed around as flat bytes, not as {memory.dtype}")
-            return self._memory.find(memory.data_ptr(), memory.numel())
-        return self._memory.find(memory.__array_interface__["data"][0], memory.size)
-
-    def _spans(self, spans: Sequence[Span]) -> list[tuple[Block, int, int]]:
-        places = []
-        for memory, low, high in spans:
-            block, base = self._place(memory)
-            places.append((block, base + low, base + high))
-        return places
-
     def _check_open(self) -> None:
         if self._closed:
             raise KvSafetyError("the backend is closed: its threads are gone")
@@ -452,31 +431,15 @@ class SimulatedBackend:
             raise KvSafetyError(f"stream {stream.name} is closed: what it is given would never run")
 
 
-class _Failing:
-    """A mistake found inside ends the run, whatever the code under test makes of the exception."""
-
-    def __init__(self, host: Scheduler) -> None:
-        self._host = host
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, OrderError):
-            self._host.fail(error)
-
-
 def _own(event: Event) -> SimulatedEvent:
     assert isinstance(event, SimulatedEvent), "an event of another backend"
     return event
 
 
-def _size(memory: Bytes) -> int:
-    return memory.numel() if isinstance(memory, torch.Tensor) else memory.size
-
-
-def _check_inside(copies: Sequence[CopyDescriptor], destination: int, source: int) -> None:
+def _check_inside(copies: Sequence[CopyDescriptor], destination: Place, source: Place) -> None:
     for copy in copies:
-        if copy.source + copy.nbytes > source or copy.destination + copy.nbytes > destination:
-            raise KvSafetyError(f"{copy} leaves its block of {source} or {destination} bytes")
+        if not (
+            0 <= copy.source <= copy.source + copy.nbytes <= source.high - source.low
+            and 0 <= copy.destination <= copy.destination + copy.nbytes <= destination.high - destination.low
+        ):
+            raise KvSafetyError(f"{copy} leaves its memory")

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvlane.streams.simulated.host import Scheduler, Task, Timer
 from kvlane.streams.simulated.links import Carrier, SimulatedLink
-from kvlane.streams.simulated.memory import POISON, Block
+from kvlane.streams.simulated.memory import POISON, Place
 from kvlane.streams.simulated.order import Access, Actor, Clock, OrderError
 from kvlane.streams.simulated.sync import SimulatedFlag
 from kvlane.transfer.layout import CopyDescriptor, total_bytes
@@ -216,12 +214,6 @@ class SimulatedStream:
         )
         self._progress()
 
-    def __repr__(self) -> str:
-        what = (
-            "idle" if self.idle else f"{len(self._given)} given, {type(self._under_way).__name__} under way"
-        )
-        return f"{self.name}: {what}"
-
 
 class Record:
     def __init__(self, knows: Clock, event: SimulatedEvent) -> None:
@@ -265,14 +257,14 @@ class Kernel:
     knows: Clock
     what: str
     seconds: float
-    reads: Sequence[tuple[Block, int, int]]
-    writes: Sequence[tuple[Block, int, int]]
+    reads: Sequence[Place]
+    writes: Sequence[Place]
     body: Callable[[], None] | None
 
     def ready(self) -> bool:
         return True
 
-    def touch(self, actor: Actor) -> None:
+    def run(self, actor: Actor) -> None:
         """Account for it and do it."""
         access = Access(actor, actor.epoch, self.what)
         for block, low, high in self.reads:
@@ -283,7 +275,7 @@ class Kernel:
             self.body()
 
     def begin(self, stream: SimulatedStream) -> bool:
-        self.touch(stream.actor)
+        self.run(stream.actor)
         if self.seconds == 0:
             return True
         if stream.host.timed:
@@ -299,8 +291,8 @@ class Copies:
     def __init__(
         self,
         knows: Clock,
-        destination: tuple[Block, int],
-        source: tuple[Block, int],
+        destination: Place,
+        source: Place,
         copies: Sequence[CopyDescriptor],
         cancel: SimulatedFlag,
         began: SimulatedEvent,
@@ -308,8 +300,8 @@ class Copies:
         disturbance: Disturbance | None,
     ) -> None:
         self.knows = knows
-        self.destination, self._into = destination
-        self.source, self._out_of = source
+        self.destination = destination
+        self.source = source
         self.given = copies
         self.copies = tuple(copies)
         self.cancel = cancel
@@ -328,13 +320,11 @@ class Copies:
         stream.host.touch(self.cancel.thing, "look")
         if self.cancel.value:
             self.failure = CopyDroppedError("the load was given up")
-            self._finish(stream)
-            return True
-        if not self.copies:
+        if self.cancel.value or not self.copies:
             self._finish(stream)
             return True
         for copy in self.copies:
-            self._to(copy)[:] = POISON
+            self.destination.data[copy.destination : copy.destination + copy.nbytes] = POISON
         late_s = 0.0 if self.disturbance is None else self.disturbance.late_s
         host = stream.host
         if host.timed:
@@ -362,21 +352,17 @@ class Copies:
             self.failure = self.disturbance.failure
             done = done[: self.disturbance.copied]
         for copy in done:
-            at = self._out_of + copy.source
-            np.copyto(self._to(copy), self.source.data[at : at + copy.nbytes])
+            source = self.source.data[copy.source : copy.source + copy.nbytes]
+            self.destination.data[copy.destination : copy.destination + copy.nbytes] = source
         self._finish(stream)
-
-    def _to(self, copy: CopyDescriptor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        at = self._into + copy.destination
-        return self.destination.data[at : at + copy.nbytes]
 
     def _account(self, actor: Actor) -> None:
         """Also for copies that are dropped or fail: it is a matter of time whether they are."""
         for copy in self.copies:
             access = Access(actor, actor.epoch, f"copy of layer {copy.layer}", self.cancel)
-            out_of, into = self._out_of + copy.source, self._into + copy.destination
-            self.source.read(out_of, out_of + copy.nbytes, access)
-            self.destination.write(into, into + copy.nbytes, access)
+            out_of, into = self.source.low + copy.source, self.destination.low + copy.destination
+            self.source.block.read(out_of, out_of + copy.nbytes, access)
+            self.destination.block.write(into, into + copy.nbytes, access)
 
     def _check_unchanged(self) -> None:
         # A tuple cannot be; anything else is read again when the device gets to it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from _thread import LockType
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from kvlane.streams.simulated.order import Actor, Clock, OrderError
@@ -352,6 +353,21 @@ class Scheduler:
 
     def _who_waits(self) -> str:
         return "; ".join(f"{task.actor.name} waits for {task.waits_for}" for task in self._tasks)
+
+
+class Failing:
+    """A mistake found inside ends the run, whatever the code under test makes of the exception."""
+
+    def __init__(self, host: Scheduler) -> None:
+        self._host = host
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OrderError):
+            self._host.fail(error)
 
 
 class _Jump:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from kvlane.streams.simulated.order import Access, Kind, OrderError
 from kvlane.transfer.store import HostBytes, KvSafetyError
+
+Bytes: TypeAlias = "torch.Tensor | HostBytes"
+Span: TypeAlias = tuple[Bytes, int, int]
+"""Bytes `[low, high)` of a piece of memory."""
 
 POISON = 0xFF
 """What memory holds before anything is written to it, and while a copy into it is under way."""
@@ -90,6 +96,18 @@ class Block:
         )
 
 
+class Place(NamedTuple):
+    """Bytes `[low, high)` of a block."""
+
+    block: Block
+    low: int
+    high: int
+
+    @property
+    def data(self) -> HostBytes:
+        return self.block.data[self.low : self.high]
+
+
 class Memory:
     """All blocks, found again by the address of any view into them."""
 
@@ -103,16 +121,29 @@ class Memory:
         self._blocks[block.base] = block
         return block
 
-    def find(self, address: int, nbytes: int) -> tuple[Block, int]:
-        """The block that holds `nbytes` from an address on, and where in it they begin.
+    def find(self, memory: Bytes) -> Place:
+        """Where a piece of memory lies.
 
         Raises:
-            KvSafetyError: they are not memory of this backend.
+            KvSafetyError: it is not this backend's, or not flat bytes.
         """
-        place = bisect_right(self._bases, address)
-        if place:
-            block = self._blocks[self._bases[place - 1]]
-            offset = address - block.base
-            if offset + nbytes <= block.data.size:
-                return block, offset
+        if isinstance(memory, torch.Tensor):
+            if memory.dtype != torch.uint8 or not memory.is_contiguous():
+                raise KvSafetyError(f"device memory is handed around as flat bytes, not as {memory.dtype}")
+            address, nbytes = memory.data_ptr(), memory.numel()
+        else:
+            address, nbytes = memory.__array_interface__["data"][0], memory.size
+        at = bisect_right(self._bases, address)
+        if at:
+            block = self._blocks[self._bases[at - 1]]
+            low = address - block.base
+            if low + nbytes <= block.data.size:
+                return Place(block, low, low + nbytes)
         raise KvSafetyError(f"{nbytes} bytes at {address:#x} are no memory of this backend")
+
+    def find_all(self, spans: Sequence[Span]) -> list[Place]:
+        places = []
+        for memory, low, high in spans:
+            block, base, _ = self.find(memory)
+            places.append(Place(block, base + low, base + high))
+        return places

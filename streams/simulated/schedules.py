@@ -286,14 +286,16 @@ class ScheduleRun:
             self.backend.report("unreported", f"{fault} was reported as {outcome.failures[0]}")
 
     def _check_time(self, request: RequestDraw, runs: list[FaultyRun], outcome: Outcome[Answer]) -> None:
-        """No request takes longer than its deadline and a recompute, what it cannot help apart."""
+        """No request takes longer than its deadline, the passes beside the load, and a recompute.
+
+        A pass goes on over layers that arrived in time, and comes only then to the one that did not.
+        """
         schedule = self.schedule
         if not schedule.timed or schedule.costs != HostCosts():
             return
         tokens = self.prompts[request.prompt].tokens
         most = request.deadline_s + schedule.pass_s(tokens) + 0.6 * LAYER_S + self._seeded.stalled_s
-        # A layer's compute may have begun before the deadline; a front pass waits for nothing.
-        most += max(schedule.compute_s) + schedule.pass_s(runs[0].start)
+        most += schedule.pass_s(runs[0].start) + schedule.pass_s(tokens - runs[-1].end)
         if schedule.compute == "stream":
             # What was given to the device before is still ahead of a recompute.
             served = sum(len(requests) for requests in schedule.requests)

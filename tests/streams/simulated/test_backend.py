@@ -446,8 +446,8 @@ class TestDevice:
     def test_copies_outside_their_blocks_are_refused(self):
         with SimulatedBackend() as backend:
             kit = Kit(backend)
-            for copy in (CopyDescriptor(0, 4, 0, 5), CopyDescriptor(0, 0, 4, 5)):
-                with pytest.raises(KvSafetyError, match="leaves its block"):
+            for copy in (CopyDescriptor(0, 4, 0, 5), CopyDescriptor(0, 0, 4, 5), CopyDescriptor(0, -1, 0, 1)):
+                with pytest.raises(KvSafetyError, match="leaves its memory"):
                     kit.copy(copies=(copy,))
 
     def test_only_flat_bytes_are_memory(self):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,13 +70,13 @@ class TestFind:
         for block in blocks:
             for at in (0, block.data.size - 1):
                 view = block.data[at:]
-                found, offset = memory.find(view.__array_interface__["data"][0], view.size)
-                assert (found, offset) == (block, at)
+                for piece in (view, torch.from_numpy(view)):
+                    assert memory.find(piece) == (block, at, block.data.size)
+                    assert memory.find(piece).data.size == view.size
 
     def test_memory_of_nobody_is_an_error(self):
         memory = Memory()
-        block = memory.add("host", 8)
-        with pytest.raises(KvSafetyError, match="no memory"):
-            memory.find(block.base + 4, 5)
-        with pytest.raises(KvSafetyError, match="no memory"):
-            memory.find(block.base - 1, 1)
+        memory.add("host", 8)
+        for other in (np.zeros(4, np.uint8), torch.zeros(4, dtype=torch.uint8)):
+            with pytest.raises(KvSafetyError, match="no memory"):
+                memory.find(other)
