@@ -6,10 +6,10 @@ to be, and any stale, torn or missing row gives another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from kvlane.streams.simulated.kv import PromptKv, rows_only
 from kvlane.transfer.copies import layer_copies
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion
 from kvlane.transfer.paged import PagedRegion
-from kvlane.transfer.store import HostBytes, StoredRun
+from kvlane.transfer.store import HostBytes
 
 Seconds: TypeAlias = Callable[[int, int, int], float]
 """What a layer's compute takes, from the layer, the first new token and the one after the last."""
@@ -265,25 +265,14 @@ class SimulatedEngine:
         """Room for one prompt's KV."""
         return SequenceKv(self.pool.take())
 
-    def prefill(
-        self,
-        sequence: SequenceKv[SimulatedBlock],
-        kv: PromptKv,
-        resident: int,
-        parts: Sequence[StoredRun],
-        **options: Any,
-    ) -> Outcome[Answer]:
+    def prefill(self, sequence: SequenceKv[SimulatedBlock], kv: PromptKv, job: Job) -> Outcome[Answer]:
         """One request, its answer looked at.
-
-        Args:
-            options: see `Job`.
 
         Raises:
             OrderError: the answer was accepted, and is not the one that comes out without a cache.
             LoadError, LoadRefusedError, PrefillCancelledError: see `Prefiller.run`.
         """
         forward = self._forward(kv, self.backend.device_bytes(ANSWER_BYTES))
-        job = Job(kv.tokens, resident, tuple(parts), self.backend.now(), **options)
         outcome = self._prefiller.run(forward, sequence, job)
         wrong = outcome.answer.wrong
         if wrong is not None or outcome.answer.token != kv.answer:

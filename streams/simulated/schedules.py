@@ -10,7 +10,7 @@ from random import Random
 from kvlane.policy.errors import InputError
 from kvlane.streams.backend import Flag
 from kvlane.streams.executor import DEFAULT_DEADLINE_S, LoadError, LoadRefusedError, PrefillCancelledError
-from kvlane.streams.prefill import Outcome, SequenceKv
+from kvlane.streams.prefill import Job, Outcome, SequenceKv
 from kvlane.streams.simulated.backend import HostCosts, SimulatedBackend
 from kvlane.streams.simulated.choosers import Seeded
 from kvlane.streams.simulated.draw import LAYER_S, MOST_TOKENS, TIERS, RequestDraw, Schedule
@@ -156,17 +156,18 @@ class ScheduleRun:
                 self._faults.arm(runs[-1].tier, fault)
         sequence.prompt = prompt
         try:
-            outcome = self.engine.prefill(
-                sequence.kv,
-                prompt,
-                resident,
-                runs,
+            job = Job(
+                tokens=prompt.tokens,
+                resident=resident,
+                parts=tuple(runs),
+                submitted_s=self.backend.now(),
                 mode=request.mode,
                 group_layers=request.group_layers,
                 deadline_s=request.deadline_s,
                 cancel=cancel,
                 on_failure=request.on_failure,
             )
+            outcome = self.engine.prefill(sequence.kv, prompt, job)
         except PrefillCancelledError:
             self.seen["cancelled"] += 1
         except (LoadError, LoadRefusedError) as error:

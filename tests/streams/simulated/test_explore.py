@@ -181,10 +181,13 @@ class TestLoads:
         whole, _ = reduced(self.run(schedule, host_threads), 2000)
         assert whole > 10
 
-    @pytest.mark.parametrize("fault", [None, Fault("stuck", 1, 1e5)], ids=str)
-    def test_a_deadline_may_pass_at_any_moment(self, sim, host_threads, fault):
-        request = sim.request(deadline_s=50.0, fault=fault)
-        schedule = self.schedule(sim, 2, request)
+    @pytest.mark.parametrize(
+        ("layers", "changes"),
+        [(2, {}), (1, {"fault": Fault("stuck", 0, 1e5)}), (1, {"plan": "two_ended"})],
+        ids=str,
+    )
+    def test_a_deadline_may_pass_at_any_moment(self, sim, host_threads, layers, changes):
+        schedule = self.schedule(sim, layers, sim.request(deadline_s=50.0, **changes))
         whole, _ = reduced(self.run(schedule, host_threads, jumps=True), 10_000)
         assert whole > 100
 

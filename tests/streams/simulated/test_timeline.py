@@ -14,7 +14,8 @@ from kvlane.policy import Link, pipeline
 from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer
 from kvlane.policy.machine import Tier
 from kvlane.policy.transfer_cost import TransferCost
-from kvlane.streams.prefill import SequenceKv
+from kvlane.streams.executor import Mode
+from kvlane.streams.prefill import Job, SequenceKv
 from kvlane.streams.simulated.backend import HostCosts, SimulatedBackend
 from kvlane.streams.simulated.engine import SimulatedBlock, SimulatedEngine
 from kvlane.streams.simulated.kv import PromptKv
@@ -49,7 +50,7 @@ class Case:
     group: int
     windows: tuple[int | None, ...]
     compute: Literal["thread", "stream"]
-    mode: str = "layered"
+    mode: Mode = "layered"
     costs: HostCosts = FREE
 
     @property
@@ -85,11 +86,15 @@ class Case:
         return [one * (TOKENS - self.end) / TOKENS for one in self.computes]
 
 
-def run(case: Case):
-    """The same on the simulated device, by the real executor and driver; returns the driver's report."""
+def run(case: Case, shared: SimulatedLink | None = None):
+    """The same on the simulated device, by the real executor and driver; returns the driver's report.
+
+    Both tiers come over `shared` if there is one.
+    """
     layout = case.layout
     identity = KvIdentity("simulated", "r0", None, "bytes", layout.name, 0, 1, "none", "none")
-    links = {"copy-host": simulated(case.host), "copy-disk": simulated(case.disk)}
+    apart = {"copy-host": simulated(case.host), "copy-disk": simulated(case.disk)}
+    links = apart if shared is None else {"*": shared}
     prompt = PromptKv(encode_token_ids(range(TOKENS)), layout)
     region = KvRegion(layout, TOKENS)
     with SimulatedBackend(links, compute=case.compute, costs=case.costs) as backend:
@@ -107,9 +112,16 @@ def run(case: Case):
             tiers[name].open(tiers[name].lookup(prompt), start, end, case.end)
             for name, _, start, end in case.parts
         ]
-        outcome = engine.prefill(
-            sequence, prompt, 0, runs, mode=case.mode, group_layers=case.group, deadline_s=1e6
+        job = Job(
+            TOKENS,
+            0,
+            tuple(runs),
+            backend.now(),
+            mode=case.mode,
+            group_layers=case.group,
+            deadline_s=1e6,
         )
+        outcome = engine.prefill(sequence, prompt, job)
         for one in runs:
             one.close()
         engine.executor.close()
@@ -136,6 +148,7 @@ def cases(draw, most_layers=24):
     count = draw(st.integers(1, most_layers))
     cuts = sorted(draw(st.lists(st.integers(0, TOKENS // UNIT - 1), min_size=3, max_size=3)))
     begin, seam, end = (UNIT * cut for cut in cuts) if cuts[0] < cuts[2] else (0, 0, 0)
+    begin = draw(st.sampled_from((0, begin)))
     window = st.none() if draw(st.booleans()) else st.none() | st.integers(1, TOKENS)
     windows = tuple(draw(st.lists(window, min_size=count, max_size=count)))
     # The first of two runs may bring nothing of a layer with a window: the executor's groups, which are the same for
@@ -145,7 +158,7 @@ def cases(draw, most_layers=24):
         tuple(draw(st.lists(times, min_size=count, max_size=count))),
         draw(links("host")),
         draw(links("disk")),
-        draw(st.sampled_from((0, begin))),
+        begin,
         seam,
         end,
         draw(st.integers(1, count)) if alike else 1,
@@ -239,3 +252,39 @@ class TestOverlap:
         bound = pipeline.closed_form(PLAIN.arrivals(), PLAIN.pass_computes())
         outcome = run(replace(PLAIN, mode="bulk"))
         assert bound / outcome.total_s < 0.95
+
+
+class TestOneLinkForTwoTiers:
+    """Tokens `[0, seam)` and `[seam, 32)`, layer by layer, over a link that a whole layer takes 1 ms on."""
+
+    RATE = 16 * 32 / 1e-3
+
+    def arrivals(self, seam, sharing):
+        outcome = run(replace(PLAIN, seam=seam, end=32), SimulatedLink(self.RATE, sharing=sharing))
+        return [[row.arrive_s for row in part.layers] for part in outcome.parts]
+
+    def test_shared_fairly_equal_parts_arrive_together(self):
+        together = [1e-3 * (layer + 1) for layer in range(32)]
+        assert self.arrivals(16, "fair") == [pytest.approx(together, rel=CLOSE)] * 2
+
+    @pytest.mark.parametrize("seam", [4, 12])
+    def test_shared_fairly_the_smaller_part_has_half_the_rate(self, seam):
+        smaller, larger = self.arrivals(seam, "fair")
+        each = 1e-3 * seam / 32
+        assert smaller == pytest.approx([2 * each * (layer + 1) for layer in range(32)], rel=CLOSE)
+        # Until the smaller one is through; then all of it.
+        through = 2 * each * 32
+        alone = (each, 1e-3 - each)
+        expected = []
+        for layer in range(32):
+            half = 2 * alone[1] * (layer + 1)
+            expected.append(half if half <= through else through + (half - through) / 2)
+        assert larger == pytest.approx(expected, rel=CLOSE)
+        assert larger[-1] == pytest.approx(32e-3, rel=CLOSE)
+
+    @pytest.mark.parametrize("seam", [4, 12, 16])
+    def test_one_after_another_they_take_turns(self, seam):
+        first, second = self.arrivals(seam, "exclusive")
+        each = 1e-3 * seam / 32
+        assert second == pytest.approx([1e-3 * (layer + 1) for layer in range(32)], rel=CLOSE)
+        assert first == pytest.approx([1e-3 * layer + each for layer in range(32)], rel=CLOSE)
