@@ -140,7 +140,7 @@ class Running:
                 self.service.unwritten = False
 
     async def _keep(self) -> float:
-        """Takes a snapshot, which holds up all else for as long as is returned. The journals stay until it is written."""
+        """Takes a snapshot; for as long as is returned nobody was answered. Journals stay until it is written."""
         store = self.service.store
         if store is None:
             return 0.0
