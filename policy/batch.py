@@ -401,18 +401,20 @@ def _one(
 
 def _column(name: str, values: Column, rows: int | None, least: int) -> Ints:
     """The column as an array; raises `InputError` naming it, and the first row that is not a number of tokens."""
-    column = np.asarray(values)
+    try:
+        column = np.asarray(values)
+    except ValueError:
+        raise InputError(name, "holds lists of different lengths", "a list of numbers") from None
     if column.ndim != 1 or (rows is not None and len(column) != rows):
         expected = "a list of numbers" if rows is None else f"{rows} numbers, as many as prompt_tokens"
         raise InputError(name, f"has the shape {column.shape}", expected)
-    if not np.issubdtype(column.dtype, np.integer):
+    if column.dtype.kind not in "iu":
         for row, value in enumerate(values):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise InputError(f"{name}[{row}]", f"is {str(value)[:40]}", "a whole number of tokens")
-    _refuse(
-        name, column, (column < least) | (column > MOST_TOKENS), f"from {least} to {MOST_TOKENS:,} tokens"
-    )
-    return column.astype(np.int64)
+    wrong = (column < least) | (column > MOST_TOKENS)
+    _refuse(name, column, wrong, f"from {least} to {MOST_TOKENS:,} tokens")
+    return column.astype(np.int64, copy=False)
 
 
 def _refuse(name: str, column: Ints, wrong: Mask, expected: str) -> None:

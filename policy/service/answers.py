@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvlane.policy.plan import LoadSegment, Parameter
-from kvlane.policy.service.types import ExecutorName, PathName
+from kvlane.policy.plan import Executor, LoadSegment, Parameter, Path
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -59,19 +58,19 @@ class Advice(_Answer):
     flight instead of moving the same bytes again. `meets_slo` is null where no objective was given.
     """
 
-    path: PathName
+    path: Path
     load: tuple[LoadSegment, ...]
     load_tokens: int
     group_layers: int
     recompute_tokens: int
-    executor: ExecutorName
+    executor: Executor
     ttft_s: float
     exposed_s: float
     joined: bool
     device_busy_s: float
     meets_slo: bool | None
     estimates: Estimates
-    unavailable: dict[PathName, str]
+    unavailable: dict[Path, str]
     crossover_tokens: int | None
     crossover_note: str
     break_even_bytes_per_s: float | None
@@ -103,8 +102,8 @@ class Decisions(_Answer):
     """The answers to a batch as columns. `tier` is null where nothing is loaded."""
 
     deployment: str
-    executor: ExecutorName
-    path: list[PathName]
+    executor: Executor
+    path: list[Path]
     load_tokens: list[int]
     recompute_tokens: list[int]
     ttft_s: list[float]
@@ -145,7 +144,7 @@ class DeploymentAnswer(_Answer):
     engine: str
     tensor_parallel_size: int
     kv_cache_dtype: str
-    executor: ExecutorName
+    executor: Executor
     prefill_chunk_tokens: int | None
     load_unit_tokens: int
     tiers: dict[str, str]

@@ -30,7 +30,8 @@ from msgspec import Meta
 
 from kvlane.policy.booking import Scope
 from kvlane.policy.errors import InputError
-from kvlane.policy.service.types import ExecutorName, Name, SomeTokens
+from kvlane.policy.plan import Executor
+from kvlane.policy.service.types import Name, SomeTokens
 
 _Positive = Annotated[float, Meta(gt=0, le=86400)]
 _Count = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -62,7 +63,7 @@ class DeploymentSettings(_Section, frozen=True):
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     kv_cache_dtype: Name | None = None
     engine: Name | None = None
-    executor: ExecutorName = "bulk"
+    executor: Executor = "bulk"
     prefill_chunk_tokens: SomeTokens | None = None
     load_unit_tokens: SomeTokens = 16
     calibration: str | None = None

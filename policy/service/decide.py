@@ -238,7 +238,7 @@ class Desk:
                 )
             if hit.state != "hit":
                 notes.append(f"{hit.tier}: {hit.state}, so that it cannot be loaded")
-            elif self.breakers and not self.breakers.allows(place.link(tier.link), now):
+            elif not self.breakers.would_admit(place.link(tier.link), now):
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
@@ -264,9 +264,8 @@ class Desk:
         if gist.tiers:
             tiers = deployment.told.machine.tiers
             links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
-            if self.breakers:
-                for link in links:
-                    self.breakers.probing(link, now)
+            for link in links:
+                self.breakers.admit(link, now)
         self.made[decision_id] = Made(
             deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
         )

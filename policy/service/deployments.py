@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
 
 from kvlane.policy import calibration_record
 from kvlane.policy.booking import Scope
@@ -14,11 +13,11 @@ from kvlane.policy.calibration_apply import Parameters, calibrated
 from kvlane.policy.calibration_record import Record
 from kvlane.policy.catalog import load_machine, load_model
 from kvlane.policy.errors import InputError
-from kvlane.policy.plan import Executor
+from kvlane.policy.plan import EXECUTORS, Executor
 from kvlane.policy.planner import Planner
 from kvlane.policy.service.answer import Gist
 from kvlane.policy.service.config import DeploymentSettings, Settings
-from kvlane.policy.service.types import ExecutorName, PrefillObservation, TransferObservation
+from kvlane.policy.service.types import PrefillObservation, TransferObservation
 from kvlane.policy.units import parse_rate
 
 Sample = TransferObservation | PrefillObservation
@@ -163,7 +162,7 @@ def _in_force(settings: DeploymentSettings, told: Parameters, record: Record | N
             engine=found.engine,
             calibration=found.calibration,
         )
-        for executor in get_args(ExecutorName)
+        for executor in EXECUTORS
     }
     any_planner = planners["bulk"]
     byte_s: dict[str, float] = {}

@@ -24,6 +24,8 @@ _LEARN_EVERY_S = 5.0
 # While draining, clients whose connections are open may ask once more and are told that it was the last time.
 _LAST_WORDS_S = 1.0
 _BACKLOG = 1024
+# Nobody is answered while a snapshot is taken: a large one is taken so much more seldom than it takes.
+_SNAPSHOT_SHARE = 50
 
 
 class Running:
@@ -36,7 +38,6 @@ class Running:
         self._endpoint = Endpoint(self.service, self._heads)
         self._stop = asyncio.Event()
         self._disk = asyncio.Lock()
-        self._keep_at = monotonic() + settings.snapshot_s
 
     async def run(self, listening: Callable[[str, int], None]) -> None:
         """Serves until SIGTERM or SIGINT; `listening` is told where. Raises `InputError` where it cannot listen."""
@@ -52,7 +53,10 @@ class Running:
             raise InputError(
                 "listen", f"{settings.listen}: {error.strerror or error}", "a free port"
             ) from None
-        tasks = [asyncio.create_task(each) for each in (self._tick(server), self._flush(), self._learn())]
+        tasks = [
+            asyncio.create_task(each)
+            for each in (self._tick(server), self._flush(), self._snapshots(), self._learn())
+        ]
         for task in tasks:
             task.add_done_callback(self._ended)
         loop = asyncio.get_running_loop()
@@ -74,6 +78,7 @@ class Running:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._write()
             await self._keep()
             if self.service.store is not None:
                 self.service.store.close()
@@ -103,10 +108,16 @@ class Running:
     async def _flush(self) -> None:
         while True:
             # Twice an interval: what is acknowledged right after one write has lasted before the interval is over.
+            # Nothing else may be waited for here.
             await asyncio.sleep(self.service.settings.flush_s / 2)
             await self._write()
-            if monotonic() >= self._keep_at and self.service.to_keep:
-                await self._keep()
+
+    async def _snapshots(self) -> None:
+        pause_s = 0.0
+        while True:
+            await asyncio.sleep(max(self.service.settings.snapshot_s, pause_s))
+            if self.service.to_keep:
+                pause_s = _SNAPSHOT_SHARE * await self._keep()
 
     async def _write(self) -> None:
         """Makes what was acknowledged last."""
@@ -128,26 +139,19 @@ class Running:
             else:
                 self.service.unwritten = False
 
-    async def _keep(self) -> None:
-        """Takes a snapshot; where it cannot be written the journals stay."""
+    async def _keep(self) -> float:
+        """Takes a snapshot; for as long as is returned nobody was answered. Journals stay until it is written."""
         store = self.service.store
         if store is None:
-            return
-        await self._write()
-        async with self._disk:
-            begun = monotonic()
-            snapshot = self.service.snapshot()
-            # Nobody is answered while it is taken: a large one is taken the more seldom.
-            taken = monotonic()
-            self._keep_at = taken + max(self.service.settings.snapshot_s, 50 * (taken - begun))
-            lines = store.take()
-            try:
-                await asyncio.to_thread(store.write, lines)
-                lines = []
-                await asyncio.to_thread(store.save, snapshot)
-            except OSError as error:
-                store.put_back(lines)
-                log.error("the snapshot cannot be written: %s", error)
+            return 0.0
+        begun = monotonic()
+        snapshot = self.service.snapshot()
+        taken_s = monotonic() - begun
+        try:
+            await asyncio.to_thread(store.save, snapshot)
+        except OSError as error:
+            log.error("the snapshot cannot be written: %s", error)
+        return taken_s
 
     async def _learn(self) -> None:
         while True:

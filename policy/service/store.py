@@ -71,7 +71,8 @@ _encode = msgspec.json.Encoder().encode
 class Store:
     """A folder that one process at a time owns.
 
-    `note`, `take` and `next_journal` touch no file; `write` and `save` do, in any thread, one at a time.
+    `note`, `take` and `next_journal` touch no file; `write` and `save` do, in any thread, each one at a time, and
+    neither waits for the other.
     Raises `InputError` where the folder cannot be written or another process has it.
     """
 
@@ -267,11 +268,8 @@ def _line(body: bytes) -> bytes:
 
 def _checked(line: bytes) -> bytes | None:
     """A line's body, None where it is not what its checksum says."""
-    mark, sign, body = line[:8], line[8:9], line[9:]
-    try:
-        return body if sign == b" " and int(mark, 16) == zlib.crc32(body) else None
-    except ValueError:
-        return None
+    mark, body = line[:9], line[9:]
+    return body if mark == b"%08x " % zlib.crc32(body) else None
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kvlane.policy.plan import MOST_TOKENS
+from kvlane.policy.objective import Objective
+from kvlane.policy.plan import MOST_TOKENS, Executor, Path
 from kvlane.policy.units import LONGEST_S
 
 Tokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
@@ -24,10 +25,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 MOST_RANKS = 1024
 MOST_HITS = 16
 MOST_LINKS = 64
-
-ExecutorName = Literal["bulk", "layered", "two_ended"]
-Objective = Literal["ttft", "device_time", "blend"]
-PathName = Literal["load", "recompute", "split"]
 
 
 class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -93,7 +90,7 @@ class DecideRequest(_Asked, frozen=True):
     hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
     prefix_id: Name | None = None
     load_unit_tokens: SomeTokens | None = None
-    executor: ExecutorName | None = None
+    executor: Executor | None = None
     state: State | None = None
     objective: Objective = "ttft"
     ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
@@ -110,7 +107,7 @@ class BatchRequest(_Asked, frozen=True):
     hits: Annotated[dict[Name, list[Tokens]], Meta(max_length=MOST_HITS)] = {}
     deployment: Name | None = None
     load_unit_tokens: SomeTokens | None = None
-    executor: ExecutorName | None = None
+    executor: Executor | None = None
 
 
 class _Observed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, tag_field="type"):
@@ -149,7 +146,7 @@ class RequestObservation(_Observed, frozen=True, tag="request"):
 
     observation_id: Name
     decision_id: Name
-    path_taken: PathName
+    path_taken: Path
     loaded_tokens: Tokens
     ttft_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     outcome: Literal["ok", "cancelled", "load_failed"] = "ok"

@@ -213,6 +213,7 @@ def test_no_rows_are_no_decisions() -> None:
         ("prompt_tokens[1]", {"prompt_tokens": [100, True, 100.0]}),
         ("prompt_tokens[1]", {"prompt_tokens": [100, 10**30, 100]}),
         ("prompt_tokens", {"prompt_tokens": [[100, 100, 100]]}),
+        ("prompt_tokens", {"prompt_tokens": [[100], [100, 100], 100]}),
         ("prompt_tokens", {"prompt_tokens": 100}),
         ("resident_tokens[1]", {"resident_tokens": [0, 100, 0]}),
         ("resident_tokens[2]", {"resident_tokens": [0, 0, -1]}),
