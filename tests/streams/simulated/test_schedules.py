@@ -34,6 +34,7 @@ def test_ten_thousand_schedules_hold():
         "refused",
         "cancelled",
         "raised",
+        "quarantined",
         "two_ended",
         "parts 2",
         "evictions",
