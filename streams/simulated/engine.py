@@ -6,7 +6,7 @@ to be, and any stale, torn or missing row gives another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from kvlane.streams.prefill import Job, Outcome, Prefiller, SequenceKv
 from kvlane.streams.quarantine import BlockPool
 from kvlane.streams.simulated.backend import SimulatedBackend
 from kvlane.streams.simulated.kv import PromptKv, rows_only
+from kvlane.streams.simulated.memory import Span
 from kvlane.transfer.copies import layer_copies
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion
 from kvlane.transfer.paged import PagedRegion
@@ -46,6 +47,18 @@ class SimulatedBlock:
         """Where a layer's state lies."""
         low = self.region.state_offset(layer, 0)
         return low, low + self.region.layout.shapes[layer].state_bytes
+
+
+def _spans(block: SimulatedBlock, rows: Iterable[CopyDescriptor]) -> list[Span]:
+    return [(block.memory, row.destination, row.destination + row.nbytes) for row in rows]
+
+
+def _ends(row: CopyDescriptor) -> tuple[slice, slice]:
+    """Where a row lies in `PromptKv.block`, and where in a block of the device's."""
+    return (
+        slice(row.source, row.source + row.nbytes),
+        slice(row.destination, row.destination + row.nbytes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,44 +92,41 @@ class _LayerWork:
         self._kv = kv
         self._layer = layer
         self._start, self._end = start, end
-        self._first = (
-            start if not shape.kv_heads else 0 if shape.window is None else max(0, start - shape.window)
-        )
+        self._first = 0 if shape.window is None else max(0, start - shape.window)
         self._seen = seen
         self._memory = block.memory.numpy()
         self._old = block.rows(kv, layer, self._first, start)
         self._new = block.rows(kv, layer, start, end)
         self._state = block.state(layer) if shape.state_bytes else None
-        self.new = [(block.memory, row.destination, row.destination + row.nbytes) for row in self._new]
-        self.old = [(block.memory, row.destination, row.destination + row.nbytes) for row in self._old]
+        self.new = _spans(block, self._new)
+        self.old = _spans(block, self._old)
         self.state = [] if self._state is None else [(block.memory, *self._state)]
         if start:
             self.old += self.state
 
     def project(self) -> None:
         """Write the new tokens' rows; they are what they should be as long as the layers before were."""
-        right = self._kv.block
         for row in self._new:
-            written = right[row.source : row.source + row.nbytes]
-            at = slice(row.destination, row.destination + row.nbytes)
-            self._memory[at] = written if self._seen.wrong is None else ~written
+            at, to = _ends(row)
+            right = self._kv.block[at]
+            self._memory[to] = right if self._seen.wrong is None else ~right
 
     def attend(self) -> None:
         """Read everything the new tokens see, and carry the state on to the last of them."""
         seen, kv, layer = self._seen, self._kv, self._layer
         for row in (*self._old, *self._new):
-            at = slice(row.destination, row.destination + row.nbytes)
-            seen.rows[row.source : row.source + row.nbytes] = self._memory[at]
+            at, to = _ends(row)
+            seen.rows[at] = self._memory[to]
         for part, what in zip(kv.rows(layer, self._first, self._end), ("keys", "values"), strict=True):
             seen.compare(f"{what} of layer {layer}", seen.rows[part], kv.block[part])
         if self._end == kv.tokens:
             seen.sum = kv.sum(layer, seen.rows, seen.sum)
         if self._state is not None:
-            at = slice(*self._state)
+            place = slice(*self._state)
             if self._start:
-                seen.compare(f"the state of layer {layer}", self._memory[at], kv.state(layer, self._start))
+                seen.compare(f"the state of layer {layer}", self._memory[place], kv.state(layer, self._start))
             following = kv.state(layer, self._end)
-            self._memory[at] = following if seen.wrong is None else ~following
+            self._memory[place] = following if seen.wrong is None else ~following
 
 
 @dataclass(slots=True)
@@ -162,30 +172,26 @@ class SimulatedForward:
         reads = [row for layer in layers for row in source.rows(self.kv, layer, 0, tokens)]
         writes = [row for layer in layers for row in target.rows(self.kv, layer, 0, tokens)]
         states = [
-            (*source.state(layer), *target.state(layer))
+            (source.state(layer), target.state(layer))
             for layer in layers
             if self.kv.layout.shapes[layer].state_bytes
         ]
 
         def move() -> None:
             for row in reads:
-                rows[row.source : row.source + row.nbytes] = out_of[
-                    row.destination : row.destination + row.nbytes
-                ]
+                at, place = _ends(row)
+                rows[at] = out_of[place]
             for row in writes:
-                into[row.destination : row.destination + row.nbytes] = rows[
-                    row.source : row.source + row.nbytes
-                ]
-            for low, high, to_low, to_high in states:
-                into[to_low:to_high] = out_of[low:high]
+                at, place = _ends(row)
+                into[place] = rows[at]
+            for one, other in states:
+                into[slice(*other)] = out_of[slice(*one)]
 
         self.backend.launch(
             f"carrying {tokens} tokens",
             self.carry_s,
-            [(source.memory, row.destination, row.destination + row.nbytes) for row in reads]
-            + [(source.memory, low, high) for low, high, _, _ in states],
-            [(target.memory, row.destination, row.destination + row.nbytes) for row in writes]
-            + [(target.memory, low, high) for _, _, low, high in states],
+            [*_spans(source, reads), *((source.memory, *one) for one, _ in states)],
+            [*_spans(target, writes), *((target.memory, *other) for _, other in states)],
             move,
         )
 
@@ -211,9 +217,9 @@ class SimulatedForward:
 
         what = f"attention of layer {layer}"
         if projected:
-            self.backend.launch(what, seconds, work.old + work.new, work.state, work.attend)
+            self.backend.launch(what, seconds, [*work.old, *work.new], work.state, work.attend)
         else:
-            self.backend.launch(what, seconds, work.old, work.new + work.state, both)
+            self.backend.launch(what, seconds, work.old, [*work.new, *work.state], both)
 
 
 class SimulatedEngine:

@@ -139,7 +139,9 @@ class ScheduleRun:
         sequence = _Sequence(self.engine.sequence())
         for request in requests:
             self._request(sequence, request)
-            if self.engine.pool.quarantined > self.schedule.quarantine_blocks:
+            quarantined = self.engine.pool.quarantined
+            self.seen["quarantined"] += quarantined > 0
+            if quarantined > self.schedule.quarantine_blocks:
                 self.backend.report("leak", "more blocks in quarantine than may be")
 
     def _request(self, sequence: _Sequence, request: RequestDraw) -> None:
@@ -170,6 +172,8 @@ class ScheduleRun:
             outcome = self.engine.prefill(sequence.kv, prompt, job)
         except PrefillCancelledError:
             self.seen["cancelled"] += 1
+            if cancel is None or not cancel.is_set():
+                self.backend.report("no_cause", "called off by nobody")
         except (LoadError, LoadRefusedError) as error:
             self.seen["raised"] += 1
             if request.on_failure != "raise":
@@ -242,8 +246,13 @@ class ScheduleRun:
             self.seen[f"fault {request.fault.kind}"] += 1
         if not runs:
             return
+        whole = outcome.refused is None and not outcome.failures
+        if whole and request.deadline_s == DEFAULT_DEADLINE_S:
+            moved, expected = outcome.loaded_bytes, sum(run.nbytes for run in runs)
+            if moved != expected:
+                self.backend.report("unreported", f"{moved} bytes were loaded, and {expected} are the plan's")
         must = self._must_fail(request, runs)
-        if must and outcome.refused is None and not outcome.failures:
+        if must and whole:
             self.backend.report("unreported", f"{request.fault} was taken for a good load")
         if must and outcome.failures and self._alone and not self._rotten:
             self._check_layer(request, outcome)

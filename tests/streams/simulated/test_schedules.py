@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvlane.streams.load import LayerLoad
 from kvlane.streams.simulated.draw import draw
 from kvlane.streams.simulated.order import OrderError
 from kvlane.streams.simulated.schedules import ScheduleRun
-from kvlane.streams.simulated.soak import main, replay_command, run_seeds, soak
+from kvlane.streams.simulated.soak import SoakFailure, main, replay_command, run_seeds, soak
 from kvlane.streams.simulated.tier import FAULTS
 
 SCHEDULES = 10_000
@@ -34,6 +35,7 @@ def test_ten_thousand_schedules_hold():
         "refused",
         "cancelled",
         "raised",
+        "quarantined",
         "two_ended",
         "parts 2",
         "evictions",
@@ -100,6 +102,16 @@ class TestAFailure(Breaking):
         with pytest.raises(OrderError) as caught:
             main(["--only", str(failure.seed)])
         assert str(caught.value) in failure.error
+
+
+def test_a_failure_ends_the_command_with_an_error(capsys, monkeypatch):
+    failure = SoakFailure(3, "OrderError: stuck")
+    monkeypatch.setattr("kvlane.streams.simulated.soak.soak", lambda *given: (Counter(), failure))
+    assert main(["--schedules", "10"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("10 schedules from seed ")
+    assert "seed 3 FAILED" in said.err
+    assert replay_command(3) in said.err
 
 
 def test_one_command_runs_one_schedule():
