@@ -72,8 +72,8 @@ _encode = msgspec.json.Encoder().encode
 class Store:
     """A folder that one process at a time owns.
 
-    `note`, `take` and `next_journal` touch no file. `write`, `sync` and `save` do: each in any thread, one at a time, and
-    not held up by the others. Raises `InputError` where the folder cannot be written or another process has it.
+    `note`, `take` and `next_journal` touch no file. `write`, `sync` and `save` do: each in any thread, one at a time,
+    and not held up by the others. Raises `InputError` where the folder cannot be written or another process has it.
     """
 
     def __init__(self, folder: Path) -> None:
