@@ -14,6 +14,7 @@ from kvlane.policy.assignment import Assignment, Place, Seen, assign, queues
 from kvlane.policy.ledger import Booking, Ledger, Load, LoadKey
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
 from kvlane.policy.plan import Executor, Path
+from kvlane.policy.units import show_seconds
 
 PROMPT, STORED = 12_370, 12_320
 PATHS: tuple[Path, ...] = ("load", "split", "recompute")
@@ -175,6 +176,7 @@ class TestJoining:
         fleet = Fleet(planner_at(rate))
         assigned = [fleet.assign("the same") for _ in range(100)]
         assert [made.joined is not None for made in assigned] == [False] + [True] * 99
+        assert ["joins an equal one" in made.reason for made in assigned] == [False] + [True] * 99
         assert {made.plan.load_tokens for made in assigned} == {STORED}
         copy = fleet.planner.transfer("host", 16).total_s(STORED)
         link = fleet.places[0].link(fleet.planner.machine.tier("host").link)
@@ -330,6 +332,28 @@ class TestObjective:
             for objective in ("ttft", "device_time"):
                 made = fleet.assign(books=False, aim=Aim(objective, slo))
                 assert made.plan.path == path, (slo, objective)
+
+    def test_the_reason_says_what_decided(self) -> None:
+        fleet = Fleet(planner_at(self.SLOW_LINK))
+
+        def reason(aim: Aim) -> str:
+            return fleet.assign(books=False, aim=aim).reason
+
+        load, recompute = (fleet.assign(books=False).plan.estimates[path] for path in ("load", "recompute"))
+        assert load is not None
+        assert recompute is not None
+        assert " < " in reason(SOONEST)
+        assert reason(Aim("device_time")).startswith(
+            f"load keeps the device for {show_seconds(load.compute_s)}, "
+        )
+        assert f"recompute keeps the device for {show_seconds(recompute.ttft_s)}" in reason(
+            Aim("device_time")
+        )
+        assert "for each of 5 requests beside this one" in reason(Aim("blend", beside=5))
+        assert "all of these are sure to meet 10.0 s" in reason(Aim(ttft_slo_s=10.0))
+        assert reason(Aim(ttft_slo_s=1e-3)).startswith("no path is sure to meet 1.0 ms; recompute of")
+        tied = replace(fleet.assign(books=False).plan, tie_margin=0.99)
+        assert "near-tie goes to the steadier path" in choose(tied, Aim("device_time")).reason(tied)
 
     def test_what_is_not_an_aim_is_refused_by_name(self) -> None:
         with pytest.raises(InputError) as refused:
