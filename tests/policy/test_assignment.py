@@ -351,7 +351,7 @@ class TestObjective:
         )
         assert "for each of 5 requests beside this one" in reason(Aim("blend", beside=5))
         assert "all of these are sure to meet 10.0 s" in reason(Aim(ttft_slo_s=10.0))
-        assert reason(Aim(ttft_slo_s=1e-3)).startswith("no path is sure to meet 1.0 ms; recompute of")
+        assert reason(Aim(ttft_slo_s=1e-3)).startswith("no path is sure to meet 1.00 ms; recompute of")
         tied = replace(fleet.assign(books=False).plan, tie_margin=0.99)
         assert "near-tie goes to the steadier path" in choose(tied, Aim("device_time")).reason(tied)
 
