@@ -98,6 +98,30 @@ def test_a_hundred_at_once_are_within_five_percent_of_the_best_assignment(
     assert mean <= 1.05 * least_mean_ttft(planner, 100, devices, stored)
 
 
+@pytest.mark.parametrize("stored", [STORED, 4_096])
+@pytest.mark.parametrize("rate", [0.5e9, 5e9, 25e9, 50e9, 200e9])
+def test_what_is_predicted_for_a_hundred_is_about_what_happens(rate: float, stored: int) -> None:
+    # Copies one after the other on the link; the device takes the first request that has all its KV.
+    planner = planner_at(rate)
+    fleet = Fleet(planner)
+    made = [fleet.assign(request=Request(PROMPT, {"host": stored})) for _ in range(100)]
+    link_s, waiting = 0.0, []
+    for each in made:
+        estimate = each.plan.estimates[each.plan.path]
+        assert estimate is not None
+        link_s += planner.transfer("host", 16).total_s(each.plan.load_tokens)
+        waiting.append((link_s if each.plan.load else 0.0, estimate.compute_s))
+    now = total = 0.0
+    while waiting:
+        now = max(now, min(ready for ready, _ in waiting))
+        turn = next(turn for turn in waiting if turn[0] <= now)
+        waiting.remove(turn)
+        now += turn[1]
+        total += now
+    predicted = sum(each.plan.ttft_s for each in made)
+    assert predicted == pytest.approx(total, rel=0.1)
+
+
 def test_without_the_ledger_all_of_them_load_and_the_link_collapses() -> None:
     # The control: the same hundred decided as if each were alone.
     planner = planner_at(25e9)
