@@ -12,9 +12,10 @@ from kvlane.policy.booking import Booking, InFlight, LinkKey, Load, LoadKey, Sco
 from kvlane.policy.layer_transfer import LayerwiseTransfer
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.objective import SOONEST, Aim, choose, device_s
+from kvlane.policy.objective import SOONEST, Aim, Verdict, choose, device_s
 from kvlane.policy.plan import Estimate, LoadSegment, Path, Plan, Request
 from kvlane.policy.planner import Planner
+from kvlane.policy.units import LONGEST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Assignment:
     """What one request does at one place.
 
     It keeps the device for `device_s`, from `ready_s` on at the soonest. `joined` is the load in flight that it waits
-    for, if it does.
+    for, if it does; `verdict` says by what it was chosen, None where the planner's own choice stands.
     """
 
     plan: Plan
@@ -54,6 +55,13 @@ class Assignment:
     joined: LoadKey | None
     device_s: float
     ready_s: float
+    verdict: Verdict | None = None
+
+    @property
+    def reason(self) -> str:
+        """One sentence: what decided, with its numbers."""
+        reason = self.plan.reason if self.verdict is None else self.verdict.reason(self.plan)
+        return reason if self.joined is None else f"{reason}; the load joins an equal one in flight"
 
     def booking(
         self, planner: Planner, *, prefix_id: str | None = None, seen: Seen = NOTHING_SEEN
@@ -94,7 +102,8 @@ def queues(
     now: float,
     seen: Seen = NOTHING_SEEN,
 ) -> tuple[float, dict[str, float]]:
-    """What a request's `device_busy_s` and `link_queue_s` are: seconds waiting on the device and, by tier, on the link.
+    """What a request's `device_busy_s` and `link_queue_s` are: seconds waiting on the device and, by tier, on the link,
+    as long as a request may wait at most.
 
     Raises `InputError` naming `hit` for a tier that the machine does not have.
     """
@@ -103,8 +112,9 @@ def queues(
     for tier in tiers:
         link = planner.machine.tier(tier).link
         told = seen.link_queue_s.get(link)
-        queued[tier] = ledger.link_queue_s(place.link(link), now) if told is None else told
-    return busy_s, queued
+        waiting = ledger.link_queue_s(place.link(link), now) if told is None else told
+        queued[tier] = min(waiting, LONGEST_S)
+    return min(busy_s, LONGEST_S), queued
 
 
 def assign(
@@ -133,8 +143,9 @@ def assign(
                 plan.unavailable.pop(estimate.path, None)
                 key = candidate
     busy_s = request.device_busy_s
+    verdict = None
     if joined is not None or not aim.plain:
-        choose(plan, aim, busy_s, joined)
+        verdict = choose(plan, aim, busy_s, joined)
     chosen = plan.estimates[plan.path]
     assert chosen is not None
     # A pass that waits for its layers keeps the device meanwhile.
@@ -146,6 +157,7 @@ def assign(
         key if chosen is joined else None,
         device_s(plan, chosen, busy_s, joined),
         chosen.transfer_s if apart else 0.0,
+        verdict,
     )
 
 

@@ -150,12 +150,12 @@ class Ledger:
         device = self._queue(self._devices, booking.instance)
         if booking.device_busy_s is not None:
             device.replace(booking.device_busy_s, now)
-        for link, seconds in booking.link_queue_s.items():
-            self._queue(self._links, link).replace(seconds, now)
         turn = Turn(booking.device_s, booking.device_s, now + booking.device_ready_s)
+        device.add(turn, now)
         expires = now + max(EXPIRY_TTFTS * booking.ttft_s, EXPIRY_LEAST_S)
         reservation = _Reservation(reservation_id, booking.instance, expires, turn, device, [])
-        device.add(turn, now)
+        for link, seconds in booking.link_queue_s.items():
+            self._queue(self._links, link).replace(seconds, now)
         for key in booking.joins:
             flight = self._joinable(key)
             if flight is not None:
@@ -219,11 +219,7 @@ class Ledger:
                 for kept in self._live.values()
             ),
             loads=tuple(
-                SavedLoad(
-                    flights[turn].load,
-                    turn.left_s,
-                    tuple(flights[turn].waiting),
-                )
+                SavedLoad(flights[turn].load, turn.left_s, tuple(flights[turn].waiting))
                 for queue in self._links.values()
                 for turn in queue
             ),
@@ -317,6 +313,7 @@ class Ledger:
             self._land(flight)
 
     def _queue(self, queues: dict[Key, Fifo], key: Key) -> Fifo:
+        """The queue of that key, in which something is to be booked before another is asked for."""
         queue = queues.get(key)
         if queue is None:
             if len(queues) >= self._sweep_at:

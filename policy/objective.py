@@ -6,11 +6,13 @@ while the load goes on; by layer all of the pass, waiting included (DESIGN, "Wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvlane.policy.errors import InputError
 from kvlane.policy.plan import Estimate, Path, Plan
+from kvlane.policy.units import show_seconds
 
 Objective = Literal["ttft", "device_time", "blend"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -50,6 +52,38 @@ class Aim:
 SOONEST = Aim()
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """By what a choice was made: the objective that decided in the end, and by it the seconds each path costs."""
+
+    aim: Aim
+    objective: Objective
+    costs: Mapping[Path, float]
+
+    def reason(self, plan: Plan) -> str:
+        """One sentence on the choice of `plan`."""
+        slo = self.aim.ttft_slo_s
+        if self.objective == "ttft":
+            return (
+                plan.reason if slo is None else f"no path is sure to meet {show_seconds(slo)}; {plan.reason}"
+            )
+        ranked = sorted(self.costs, key=lambda path: (path != plan.path, self.costs[path]))
+        if self.objective == "device_time":
+            said = [f"{path} keeps the device for {show_seconds(self.costs[path])}" for path in ranked]
+            verdict = ", ".join(said)
+        else:
+            said = [f"{path} {show_seconds(self.costs[path])}" for path in ranked]
+            verdict = (
+                f"{', '.join(said)}, counting TTFT after the device's queue and the device's seconds for each of"
+                f" {self.aim.beside} requests beside this one"
+            )
+        if self.costs[plan.path] > min(self.costs.values()):
+            verdict += f"; within {plan.tie_margin:.0%}, such a near-tie goes to the steadier path"
+        if slo is not None:
+            verdict += f"; all of these are sure to meet {show_seconds(slo)}"
+        return f"{verdict} ({plan.executor} executor)"
+
+
 def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Estimate | None = None) -> float:
     """Seconds for which an estimate keeps the device, which others keep busy for `busy_s` before.
 
@@ -60,8 +94,8 @@ def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Estimate | N
     return estimate.ttft_s - busy_s
 
 
-def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = None) -> Objective:
-    """Chooses anew among the estimates of `plan`, writes the choice into it, and returns the objective that decided.
+def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = None) -> Verdict:
+    """Chooses anew among the estimates of `plan`, writes the choice into it, and says by what.
 
     A near-tie goes to the steadier path: one of what comes after the device's queue, which all paths wait for.
     """
@@ -88,4 +122,4 @@ def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = 
     chosen = plan.estimates[path]
     assert chosen is not None
     plan.take(chosen)
-    return objective
+    return Verdict(aim, objective, costs)

@@ -83,9 +83,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         calibrated=plan.calibrated,
         parameters_from=plan.parameters_from,
         notes=plan.notes,
-        reason=plan.reason
-        if found.joined is None
-        else f"{plan.reason}; the load joins an equal one in flight",
+        reason=found.reason,
         kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
     )
     return _encode(told)

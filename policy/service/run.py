@@ -38,6 +38,7 @@ class Running:
         self._endpoint = Endpoint(self.service, self._heads)
         self._stop = asyncio.Event()
         self._disk = asyncio.Lock()
+        self._written = asyncio.Event()
 
     async def run(self, listening: Callable[[str, int], None]) -> None:
         """Serves until SIGTERM or SIGINT; `listening` is told where. Raises `InputError` where it cannot listen."""
@@ -55,7 +56,7 @@ class Running:
             ) from None
         tasks = [
             asyncio.create_task(each)
-            for each in (self._tick(server), self._flush(), self._snapshots(), self._learn())
+            for each in (self._tick(server), self._flush(), self._sync(), self._snapshots(), self._learn())
         ]
         for task in tasks:
             task.add_done_callback(self._ended)
@@ -81,7 +82,7 @@ class Running:
             await self._write()
             await self._keep()
             if self.service.store is not None:
-                self.service.store.close()
+                await asyncio.to_thread(self.service.store.close)
         log.info("stopped")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -120,7 +121,7 @@ class Running:
                 pause_s = _SNAPSHOT_SHARE * await self._keep()
 
     async def _write(self) -> None:
-        """Makes what was acknowledged last."""
+        """Makes what was acknowledged outlive this process; it is on the disk soon after."""
         store = self.service.store
         if store is None:
             return
@@ -132,12 +133,28 @@ class Running:
                 await asyncio.to_thread(store.write, lines)
             except OSError as error:
                 store.put_back(lines)
-                self.service.cells.journal_failures += 1
-                if not self.service.unwritten:
-                    log.error("the journal cannot be written, and nothing is observed meanwhile: %s", error)
-                self.service.unwritten = True
+                self._failed(error)
+            else:
+                self._written.set()
+
+    async def _sync(self) -> None:
+        while True:
+            await self._written.wait()
+            self._written.clear()
+            store = self.service.store
+            assert store is not None
+            try:
+                await asyncio.to_thread(store.sync)
+            except OSError as error:
+                self._failed(error)
             else:
                 self.service.unwritten = False
+
+    def _failed(self, error: OSError) -> None:
+        self.service.cells.journal_failures += 1
+        if not self.service.unwritten:
+            log.error("the journal cannot be written, and nothing is observed meanwhile: %s", error)
+        self.service.unwritten = True
 
     async def _keep(self) -> float:
         """Takes a snapshot; for as long as is returned nobody was answered. Journals stay until it is written."""

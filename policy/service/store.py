@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterable
 from itertools import groupby
@@ -71,9 +72,8 @@ _encode = msgspec.json.Encoder().encode
 class Store:
     """A folder that one process at a time owns.
 
-    `note`, `take` and `next_journal` touch no file; `write` and `save` do, in any thread, each one at a time, and
-    neither waits for the other.
-    Raises `InputError` where the folder cannot be written or another process has it.
+    `note`, `take` and `next_journal` touch no file. `write`, `sync` and `save` do: each in any thread, one at a time,
+    and not held up by the others. Raises `InputError` where the folder cannot be written or another process has it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,6 +82,9 @@ class Store:
         self._journal = 0
         self._opened = 0
         self._file: int | None = None
+        self._retired: list[int] = []
+        self._created = False
+        self._files = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -130,18 +133,34 @@ class Store:
         return self._journal
 
     def write(self, lines: Lines) -> None:
-        """Writes lines to their journals, through to the disk; raises OSError."""
-        for number, group in groupby(lines, key=itemgetter(0)):
-            if self._file is None or self._opened != number:
-                self._open(number)
-            assert self._file is not None
-            try:
-                _write_all(self._file, b"".join(line for _, line in group))
-                os.fsync(self._file)
-            except OSError:
-                # What was written half must not run into what comes next: the next write begins another file.
-                self._close_file()
-                raise
+        """Hands lines to the operating system, which keeps them whatever becomes of this process; raises OSError."""
+        with self._files:
+            for number, group in groupby(lines, key=itemgetter(0)):
+                if self._file is None or self._opened != number:
+                    self._open(number)
+                assert self._file is not None
+                try:
+                    _write_all(self._file, b"".join(line for _, line in group))
+                except OSError:
+                    # What was written half must not run into what comes next, which begins by opening again.
+                    self._retire()
+                    raise
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk; raises OSError. A slow disk keeps nobody else waiting."""
+        with self._files:
+            retired, self._retired = self._retired, []
+            created, self._created = self._created, False
+            if self._file is not None:
+                retired.append(os.dup(self._file))
+        try:
+            for file in retired:
+                os.fsync(file)
+            if created:
+                self._sync_folder()
+        finally:
+            for file in retired:
+                os.close(file)
 
     def save(self, snapshot: Snapshot) -> None:
         """Puts a snapshot in the place of the last one and removes the journals it holds; raises OSError."""
@@ -162,7 +181,9 @@ class Store:
 
     def close(self) -> None:
         """Lets go of the folder."""
-        self._close_file()
+        with self._files:
+            self._retire()
+        self.sync()
         os.close(self._lock)
 
     def _path(self, number: int) -> Path:
@@ -177,19 +198,19 @@ class Store:
         return sorted(found)
 
     def _open(self, number: int) -> None:
-        self._close_file()
+        self._retire()
         path = self._path(number)
         fresh = not path.exists()
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         self._opened = number
-        if fresh:
-            self._sync_folder()
-        else:
+        self._created = self._created or fresh
+        if not fresh:
             os.write(self._file, b"\n")
 
-    def _close_file(self) -> None:
+    def _retire(self) -> None:
+        """No more is written to the file that is open; the next `sync` is its last."""
         if self._file is not None:
-            os.close(self._file)
+            self._retired.append(self._file)
             self._file = None
 
     def _sync_folder(self) -> None:

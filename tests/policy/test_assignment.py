@@ -14,6 +14,7 @@ from kvlane.policy.assignment import Assignment, Place, Seen, assign, queues
 from kvlane.policy.ledger import Booking, Ledger, Load, LoadKey
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
 from kvlane.policy.plan import Executor, Path
+from kvlane.policy.units import show_seconds
 
 PROMPT, STORED = 12_370, 12_320
 PATHS: tuple[Path, ...] = ("load", "split", "recompute")
@@ -97,6 +98,30 @@ def test_a_hundred_at_once_are_within_five_percent_of_the_best_assignment(
     assert mean <= 1.05 * least_mean_ttft(planner, 100, devices, stored)
 
 
+@pytest.mark.parametrize("stored", [STORED, 4_096])
+@pytest.mark.parametrize("rate", [0.5e9, 5e9, 25e9, 50e9, 200e9])
+def test_what_is_predicted_for_a_hundred_is_about_what_happens(rate: float, stored: int) -> None:
+    # Copies one after the other on the link; the device takes the first request that has all its KV.
+    planner = planner_at(rate)
+    fleet = Fleet(planner)
+    made = [fleet.assign(request=Request(PROMPT, {"host": stored})) for _ in range(100)]
+    link_s, waiting = 0.0, []
+    for each in made:
+        estimate = each.plan.estimates[each.plan.path]
+        assert estimate is not None
+        link_s += planner.transfer("host", 16).total_s(each.plan.load_tokens)
+        waiting.append((link_s if each.plan.load else 0.0, estimate.compute_s))
+    now = total = 0.0
+    while waiting:
+        now = max(now, min(ready for ready, _ in waiting))
+        turn = next(turn for turn in waiting if turn[0] <= now)
+        waiting.remove(turn)
+        now += turn[1]
+        total += now
+    predicted = sum(each.plan.ttft_s for each in made)
+    assert predicted == pytest.approx(total, rel=0.1)
+
+
 def test_without_the_ledger_all_of_them_load_and_the_link_collapses() -> None:
     # The control: the same hundred decided as if each were alone.
     planner = planner_at(25e9)
@@ -165,7 +190,8 @@ def test_a_few_are_near_the_best_of_every_sequence_of_choices(
 
     fleet = Fleet(planner)
     total = sum(fleet.assign(request=request).plan.ttft_s for _ in range(5))
-    assert total <= 1.05 * least(Ledger(), 5)
+    # With few of them one near-tie, and the queue it makes longer for the others, is a larger part of the whole.
+    assert total <= 1.08 * least(Ledger(), 5)
 
 
 class TestJoining:
@@ -174,6 +200,7 @@ class TestJoining:
         fleet = Fleet(planner_at(rate))
         assigned = [fleet.assign("the same") for _ in range(100)]
         assert [made.joined is not None for made in assigned] == [False] + [True] * 99
+        assert ["joins an equal one" in made.reason for made in assigned] == [False] + [True] * 99
         assert {made.plan.load_tokens for made in assigned} == {STORED}
         copy = fleet.planner.transfer("host", 16).total_s(STORED)
         link = fleet.places[0].link(fleet.planner.machine.tier("host").link)
@@ -329,6 +356,28 @@ class TestObjective:
             for objective in ("ttft", "device_time"):
                 made = fleet.assign(books=False, aim=Aim(objective, slo))
                 assert made.plan.path == path, (slo, objective)
+
+    def test_the_reason_says_what_decided(self) -> None:
+        fleet = Fleet(planner_at(self.SLOW_LINK))
+
+        def reason(aim: Aim) -> str:
+            return fleet.assign(books=False, aim=aim).reason
+
+        load, recompute = (fleet.assign(books=False).plan.estimates[path] for path in ("load", "recompute"))
+        assert load is not None
+        assert recompute is not None
+        assert " < " in reason(SOONEST)
+        assert reason(Aim("device_time")).startswith(
+            f"load keeps the device for {show_seconds(load.compute_s)}, "
+        )
+        assert f"recompute keeps the device for {show_seconds(recompute.ttft_s)}" in reason(
+            Aim("device_time")
+        )
+        assert "for each of 5 requests beside this one" in reason(Aim("blend", beside=5))
+        assert "all of these are sure to meet 10.0 s" in reason(Aim(ttft_slo_s=10.0))
+        assert reason(Aim(ttft_slo_s=1e-3)).startswith("no path is sure to meet 1.00 ms; recompute of")
+        tied = replace(fleet.assign(books=False).plan, tie_margin=30.0)
+        assert "near-tie goes to the steadier path" in choose(tied, Aim("device_time")).reason(tied)
 
     def test_what_is_not_an_aim_is_refused_by_name(self) -> None:
         with pytest.raises(InputError) as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -252,6 +253,31 @@ def test_memory_is_bounded_by_what_is_live() -> None:
     counts = ledger.counts
     assert counts.reserved == 12_000 == counts.evicted + counts.released + counts.expired + len(ledger)
     assert counts.evicted > 5_000
+
+
+def test_forgetting_queues_forgets_nothing_that_waits() -> None:
+    ledger = Ledger()
+    for number in range(500):
+        here = f"instance {number}"
+        link = link_key("pcie", "device", here)
+        wanted = replace(booking(1.0, load(2.0, link=link)), instance=here, link_queue_s={link: 3.0})
+        ledger.reserve(here, wanted, float(number))
+        assert (ledger.device_busy_s(here, float(number)), ledger.link_queue_s(link, float(number))) == (1, 5)
+        ledger.release(here, float(number))
+
+
+def test_many_that_wait_for_their_loads_cost_no_more_than_a_few() -> None:
+    def seconds(ready_s: float) -> float:
+        """CPU time to ask about a device for which a thousand turns are booked."""
+        ledger = Ledger()
+        for number in range(1_000):
+            ledger.reserve(str(number), booking(1.0, device_ready_s=ready_s * number, ttft_s=1e4), 0.0)
+        started = time.process_time()
+        for step in range(2_000):
+            ledger.device_busy_s("a", step * 1e-3)
+        return time.process_time() - started
+
+    assert min(seconds(100.0) for _ in range(3)) < 5 * min(seconds(0.0) for _ in range(3))
 
 
 def test_many_that_were_released_do_not_keep_one_from_expiring() -> None:
