@@ -160,7 +160,7 @@ class Scheduler:
     def point(self, gate: Gate | None = None) -> None:
         """The running thread comes to a call: others may come first, and will as long as the gate is closed."""
         self.check()
-        self.current.gate = gate
+        self.current.gate, self.current.waits_for = gate, "a lock"
         if (stall := self._chooser.stall_s()) > 0:
             self.sleep(stall)
         if self._ready or not self.timed or (gate is not None and not gate.open):
