@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-# Seconds each part may take, in order; what is left at the end goes to whoever is last.
+# Seconds each part has for itself, in order; what one leaves, the next ones may use.
 PARTS = {"copies": 75, "ordering": 45, "llama-3.1-8b": 110, "tests": 90, "qwen3-32b": 150}
 TOKENS = 12_370
 _ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="some of them, by name")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if unknown := set(options.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part is not None:
         return _run_part(options.part, options.out / f"{options.part}.json")
@@ -47,11 +49,12 @@ def check(out: Path, seconds: float, parts: Sequence[str]) -> int:
     until = time.monotonic() + seconds
     results: dict[str, Any] = {"host": _host(), "parts": {}}
     with (out / "device_check.log").open("wb") as log, tempfile.TemporaryDirectory() as folder:
-        for part in parts:
+        for at, part in enumerate(parts):
             left = until - time.monotonic() - _SPARE_S
+            others = sum(PARTS[other] for other in parts[at + 1 :])
             command = [sys.executable, "-m", "kvlane.bench.device_check", "--part", part, "--out", folder]
             results["parts"][part] = run_part(
-                command, Path(folder) / f"{part}.json", min(PARTS[part], left), log
+                command, Path(folder) / f"{part}.json", min(left, max(PARTS[part], left - others)), log
             )
             raw = msgspec.json.encode(results, enc_hook=str)
             (out / "device_check.json").write_bytes(msgspec.json.format(raw, indent=2))
