@@ -231,7 +231,8 @@ class CudaBackend:
             except Exception as error:  # noqa: BLE001  it is the event's to tell
                 failure = error
             try:
-                mark = last.record(lane.lane.stream, self.clock.anchor(), failure, held)
+                # By the anchor of `began`: what lies between the two is then the device's own time.
+                mark = last.record(lane.lane.stream, self.clock.latest, failure, held)
             except RuntimeError as error:
                 # The copies may have been given: it is no error of this call any more.
                 last.lose(self.clock.latest, self._lose(error))
