@@ -7,6 +7,7 @@ others keep. The results are written after each part.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,6 +87,8 @@ def run_part(command: Sequence[str], file: Path, seconds: float, log: IO[bytes])
 
 def _host() -> dict[str, Any]:
     """Device, driver, versions and date, without making a device ready in this process."""
+    import torch
+
     from kvlane.bench.host import machine
 
     query = "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current"
@@ -98,7 +102,15 @@ def _host() -> dict[str, Any]:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         said = f"nvidia-smi did not answer: {error}"
-    return {**machine(), "gpu": dict(zip(query.split(","), said.split(", "), strict=False))}
+    versions = {"cuda": torch.version.cuda or "none"}
+    for package in ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        **machine(),
+        "versions": versions,
+        "gpu": dict(zip(query.split(","), said.split(", "), strict=False)),
+    }
 
 
 def _run_part(part: str, file: Path) -> int:
@@ -157,7 +169,8 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"device   {', '.join(f'{name} {value}' for name, value in host['gpu'].items())}",
         f"host     torch {host['torch']}, transformers {host['transformers']}, Python {host['python']},"
-        f" kvlane {host['kvlane']}; {host['date']}",
+        f" kvlane {host['kvlane']}, {', '.join(f'{name} {value}' for name, value in host['versions'].items())};"
+        f" {host['date']}",
     ]
     for name, part in results["parts"].items():
         lines += ["", f"{name}: {'ok' if part['ok'] else part['why']}, {part['seconds']:.0f} s"]

@@ -193,6 +193,7 @@ class _Copying:
         self._copies = copies
         self._stop, self._ended, self._first = threading.Event(), threading.Event(), threading.Event()
         self._batches = 0
+        self._error: BaseException | None = None
         self.bytes_per_s = 0.0
 
     def __enter__(self) -> _Copying:
@@ -202,7 +203,10 @@ class _Copying:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._ended.wait(_WAIT_S)
+        if not self._ended.wait(_WAIT_S):
+            raise TimeoutError(f"copies beside compute did not end within {_WAIT_S} s")
+        if self._error is not None:
+            raise RuntimeError(f"a copy beside compute failed: {self._error}") from self._error
 
     def _run(self) -> None:
         try:
@@ -215,6 +219,8 @@ class _Copying:
             self._wait(done)
             passed = self._backend.time_of(done) - self._backend.time_of(start)
             self.bytes_per_s = self._batches * total_bytes(self._copies) / passed
+        except Exception as error:  # noqa: BLE001  the thread that measures raises it
+            self._error = error
         finally:
             self._first.set()
             self._ended.set()

@@ -114,9 +114,9 @@ def copies(save: Save) -> None:
 
 def ordering(save: Save) -> None:
     """A small model's loads with every layer's copy late."""
-    model = build_model(Shape(8, 512, 8, 4, 1024, 4096), 1024, 1)
-    torch.nn.Module.to(model, "cuda")
     with device_ordering.LateBackend() as backend:
+        model = build_model(Shape(8, 512, 8, 4, 1024, 4096), 1024, 1)
+        torch.nn.Module.to(model, backend.device)
         lab = Lab(model, 1024, "seed-1", backend=backend)
         ids = np.random.default_rng(1).integers(0, 4096, 777)
         found = device_ordering.ordering(lab, ids)

@@ -107,6 +107,12 @@ class TestCopies:
             assert beside.copied_bytes_per_s > 0
             assert total_bytes(batch) == 1 << 20
 
+    def test_copies_that_fail_beside_compute_are_no_rate(self, monkeypatch):
+        with TakenForCuda() as backend:
+            monkeypatch.setattr(backend, "failure", lambda event: RuntimeError("invalid argument"))
+            with pytest.raises(RuntimeError, match="beside compute failed: invalid argument"):
+                beside_copies(backend, "engine", [CopyDescriptor(0, 0, 0, 64)], lambda: 1.0, reps=1)
+
 
 class TestOrdering:
     def found(self, backend):
@@ -308,5 +314,6 @@ def test_without_a_device_every_part_says_why_and_there_is_a_table(tmp_path):
     results = json.loads((tmp_path / "out" / "device_check.json").read_text())
     assert results["host"]["torch"]
     assert results["host"]["date"]
+    assert results["host"]["versions"]["cuda"] == "none"
     assert list(results["parts"]) == ["copies"]
     assert (tmp_path / "out" / "device_check.txt").read_text().strip() == ran.stdout.strip()
