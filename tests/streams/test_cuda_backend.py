@@ -271,7 +271,12 @@ class TestFailures:
         assert given.wait(10)
         backend.release(load.stream)
         made = threading.Event()
-        other = threading.Thread(target=lambda: (backend.stream("other"), made.set()))
+
+        def make():
+            backend.stream("other")
+            made.set()
+
+        other = threading.Thread(target=make)
         other.start()
         in_time = made.wait(5)
         go_on.set()
