@@ -34,8 +34,10 @@ class DeviceLab:
 
 
 @contextmanager
-def device_lab(model: str | Path, tokens: int) -> Iterator[DeviceLab]:
+def device_lab(model: str | Path, tokens: int, *, host_grows: bool = False) -> Iterator[DeviceLab]:
     """A lab for prompts of so many tokens; the ways to copy are measured before the model is there.
+
+    `host_grows` is for `check_device_memory`.
 
     Raises `InputError` naming `device`, or `--model` for one that does not run or fit.
     """
@@ -44,7 +46,7 @@ def device_lab(model: str | Path, tokens: int) -> Iterator[DeviceLab]:
     backend = CudaBackend()
     try:
         methods = measure_methods(backend)
-        subject = named_subject(model, tokens, SEED, backend.device)
+        subject = named_subject(model, tokens, SEED, backend.device, host_grows=host_grows)
         lab = Lab(subject.model, tokens, f"seed-{SEED}", backend=backend)
         yield DeviceLab(subject, lab, methods, torch.cuda.get_device_name(backend.device))
     finally:

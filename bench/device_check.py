@@ -7,6 +7,7 @@ others keep. The results are written after each part.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,12 +16,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-# Seconds each part may take, in order; what is left at the end goes to whoever is last.
+# Seconds each part has for itself, in order; what one leaves, the next ones may use.
 PARTS = {"copies": 75, "ordering": 45, "llama-3.1-8b": 110, "tests": 90, "qwen3-32b": 150}
 TOKENS = 12_370
 _ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +38,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="some of them, by name")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if unknown := set(options.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part is not None:
         return _run_part(options.part, options.out / f"{options.part}.json")
@@ -47,11 +51,12 @@ def check(out: Path, seconds: float, parts: Sequence[str]) -> int:
     until = time.monotonic() + seconds
     results: dict[str, Any] = {"host": _host(), "parts": {}}
     with (out / "device_check.log").open("wb") as log, tempfile.TemporaryDirectory() as folder:
-        for part in parts:
+        for at, part in enumerate(parts):
             left = until - time.monotonic() - _SPARE_S
+            others = sum(PARTS[other] for other in parts[at + 1 :])
             command = [sys.executable, "-m", "kvlane.bench.device_check", "--part", part, "--out", folder]
             results["parts"][part] = run_part(
-                command, Path(folder) / f"{part}.json", min(PARTS[part], left), log
+                command, Path(folder) / f"{part}.json", min(left, max(PARTS[part], left - others)), log
             )
             raw = msgspec.json.encode(results, enc_hook=str)
             (out / "device_check.json").write_bytes(msgspec.json.format(raw, indent=2))
@@ -82,6 +87,8 @@ def run_part(command: Sequence[str], file: Path, seconds: float, log: IO[bytes])
 
 def _host() -> dict[str, Any]:
     """Device, driver, versions and date, without making a device ready in this process."""
+    import torch
+
     from kvlane.bench.host import machine
 
     query = "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current"
@@ -95,7 +102,15 @@ def _host() -> dict[str, Any]:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         said = f"nvidia-smi did not answer: {error}"
-    return {**machine(), "gpu": dict(zip(query.split(","), said.split(", "), strict=False))}
+    versions = {"cuda": torch.version.cuda or "none"}
+    for package in ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        **machine(),
+        "versions": versions,
+        "gpu": dict(zip(query.split(","), said.split(", "), strict=False)),
+    }
 
 
 def _run_part(part: str, file: Path) -> int:
@@ -154,7 +169,8 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"device   {', '.join(f'{name} {value}' for name, value in host['gpu'].items())}",
         f"host     torch {host['torch']}, transformers {host['transformers']}, Python {host['python']},"
-        f" kvlane {host['kvlane']}; {host['date']}",
+        f" kvlane {host['kvlane']}, {', '.join(f'{name} {value}' for name, value in host['versions'].items())};"
+        f" {host['date']}",
     ]
     for name, part in results["parts"].items():
         lines += ["", f"{name}: {'ok' if part['ok'] else part['why']}, {part['seconds']:.0f} s"]

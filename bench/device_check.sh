@@ -31,6 +31,17 @@ if compgen -G "$wheels/*.whl" > /dev/null; then
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$wheels"/*.whl
 fi
 
+missing=$(python3 - <<'NAMES'
+from importlib.util import find_spec
+needed = "torch transformers numpy scipy typer msgspec hypothesis pytest".split()
+print(" ".join(name for name in needed if find_spec(name) is None))
+NAMES
+)
+if [[ -n $missing ]]; then
+  echo "device_check.sh: $(command -v python3) has no $missing: put their wheels into $wheels, as said at the top" >&2
+  exit 2
+fi
+
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1
 cd "$root"
 python3 -m kvlane.bench.device_check --out "$out" "$@"

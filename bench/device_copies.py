@@ -14,7 +14,6 @@ import torch
 from kvlane.streams.backend import Stream
 from kvlane.streams.cuda import CudaBackend
 from kvlane.streams.cuda_methods import Method, MethodTable
-from kvlane.streams.cuda_probe import SIZES, probe_paged
 from kvlane.transfer.copies import layer_copies
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, KvRegion, Region, total_bytes
 from kvlane.transfer.paged import BlockForm, PagedRegion
@@ -42,17 +41,6 @@ def plain_rate(backend: CudaBackend, nbytes: int = 256 * MIB, reps: int = 5) -> 
             ended.synchronize()
             seconds.append(float(began.elapsed_time(ended)) * 1e-3)
     return nbytes / statistics.median(seconds[1:])
-
-
-def rates_by_size(backend: CudaBackend, sizes: Sequence[int] = SIZES) -> dict[str, dict[int, float]]:
-    """Bytes per second of copies out of one stretch into places in no order, by method and copy size."""
-    source, target = backend.host_bytes(64 * MIB), backend.device_bytes(64 * MIB)
-    rates: dict[str, dict[int, float]] = {}
-    for method in backend.copier.possible:
-        with only(backend, method):
-            samples = probe_paged(backend, source, target, sizes)
-        rates[method] = {sample.copy_bytes: sample.rate_bytes_per_s for sample in samples}
-    return rates
 
 
 class only:  # noqa: N801  reads as a word
@@ -205,6 +193,7 @@ class _Copying:
         self._copies = copies
         self._stop, self._ended, self._first = threading.Event(), threading.Event(), threading.Event()
         self._batches = 0
+        self._error: BaseException | None = None
         self.bytes_per_s = 0.0
 
     def __enter__(self) -> _Copying:
@@ -214,7 +203,10 @@ class _Copying:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._ended.wait(_WAIT_S)
+        if not self._ended.wait(_WAIT_S):
+            raise TimeoutError(f"copies beside compute did not end within {_WAIT_S} s")
+        if self._error is not None:
+            raise RuntimeError(f"a copy beside compute failed: {self._error}") from self._error
 
     def _run(self) -> None:
         try:
@@ -227,6 +219,8 @@ class _Copying:
             self._wait(done)
             passed = self._backend.time_of(done) - self._backend.time_of(start)
             self.bytes_per_s = self._batches * total_bytes(self._copies) / passed
+        except Exception as error:  # noqa: BLE001  the thread that measures raises it
+            self._error = error
         finally:
             self._first.set()
             self._ended.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -37,10 +38,16 @@ def kv_bytes(spec: ModelSpec, tokens: int) -> float:
     return tokens * spec.kv_bytes_per_token(spec.weight_dtype)
 
 
-def check_device_memory(spec: ModelSpec, tokens: int, device: torch.device) -> None:
-    """Raises `InputError` naming `--model` where device or host have too little memory, with a shape that fits."""
+def check_device_memory(
+    spec: ModelSpec, tokens: int, device: torch.device, *, host_grows: bool = False
+) -> None:
+    """Raises `InputError` naming `--model` where device or host have too little memory, with a shape that fits.
+
+    Args:
+        host_grows: the host is not looked at: what a virtual machine has at first may grow as it is used.
+    """
     free, _ = torch.cuda.mem_get_info(device)
-    refuse_memory(spec, tokens, free, _host_free_bytes())
+    refuse_memory(spec, tokens, free, float("inf") if host_grows else host_free_bytes())
 
 
 def refuse_memory(spec: ModelSpec, tokens: int, device_free: float, host_free: float) -> None:
@@ -68,8 +75,14 @@ def _host_bytes(spec: ModelSpec, tokens: int) -> float:
     return _HOST_COPIES * kv_bytes(spec, tokens) + _HOST_SPARE_BYTES
 
 
-def _host_free_bytes() -> float:
-    """Physical memory that nobody uses; as much as anybody asks for on a system that does not say."""
+def host_free_bytes() -> float:
+    """Memory that can be had, what only caches files included; as much as anybody asks for where nobody says."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
     try:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (ValueError, OSError):

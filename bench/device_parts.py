@@ -19,14 +19,13 @@ from kvlane.bench.device_copies import (
     load_rate,
     plain_rate,
     random_bytes,
-    rates_by_size,
     regions,
 )
 from kvlane.bench.device_reproduce import Options, render, reproduce_shape, to_dict
 from kvlane.bench.lab import Lab
 from kvlane.bench.shape import Shape, build_model
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
-from kvlane.streams.cuda import CudaBackend
+from kvlane.streams.cuda import CudaBackend, DeviceLostError
 from kvlane.streams.cuda_methods import Method
 from kvlane.streams.cuda_probe import measure_methods
 from kvlane.transfer.layout import CopyDescriptor
@@ -61,16 +60,20 @@ def copies(save: Save) -> None:
         found: dict[str, Any] = {
             "plain_bytes_per_s": plain,
             "missing": backend.copier.missing,
+            "problems": [],
             "lines": [f"plain page-locked memcpy of 256 MiB: {show_rate(plain)}"],
         }
         found["lines"] += [f"no {method}: {why}" for method, why in backend.copier.missing.items()]
         save(found)
-        found["by_size"] = rates_by_size(backend)
+        known = set(backend.copier.missing)
+        chosen = measure_methods(backend, budget_s=8.0)
+        for method, why in backend.copier.missing.items():
+            if method not in known:
+                found["problems"].append(f"no {method}: {why}")
+        found["by_size"] = chosen.rates
         for method, rates in found["by_size"].items():
             said = ", ".join(f"{show_bytes(size)} {rate / plain:.0%}" for size, rate in rates.items())
             found["lines"].append(f"{method} by copy size, of plain: {said}")
-        save(found)
-        chosen = measure_methods(backend)
         found["thresholds"] = chosen.thresholds()
         found["lines"].append(
             "chosen: "
@@ -86,7 +89,15 @@ def copies(save: Save) -> None:
             if form is not None and form.order == "head":
                 methods = [None]
             for way in methods:
-                row = load_rate(backend, way, host, source, target, _TOKENS)
+                try:
+                    row = load_rate(backend, way, host, source, target, _TOKENS)
+                except DeviceLostError:
+                    raise
+                except RuntimeError as error:
+                    # One way's failure is no other's.
+                    found["problems"].append(f"{name}, {way or 'chosen'}: {error}")
+                    save(found)
+                    continue
                 found["loads"][f"{name}, {way or 'chosen'}"] = row
                 found["lines"].append(
                     f"8B KV of {_TOKENS:,} tokens, {name}, {way or 'chosen'}: {show_rate(row['bytes_per_s'])},"
@@ -103,9 +114,9 @@ def copies(save: Save) -> None:
 
 def ordering(save: Save) -> None:
     """A small model's loads with every layer's copy late."""
-    model = build_model(Shape(8, 512, 8, 4, 1024, 4096), 1024, 1)
-    torch.nn.Module.to(model, "cuda")
     with device_ordering.LateBackend() as backend:
+        model = build_model(Shape(8, 512, 8, 4, 1024, 4096), 1024, 1)
+        torch.nn.Module.to(model, backend.device)
         lab = Lab(model, 1024, "seed-1", backend=backend)
         ids = np.random.default_rng(1).integers(0, 4096, 777)
         found = device_ordering.ordering(lab, ids)
@@ -123,7 +134,8 @@ def ordering(save: Save) -> None:
 def shape(model: str, tokens: int, save: Save) -> None:
     """One model's paths, predicted and measured, and what copies take from its compute."""
     options = Options(tokens)
-    with device_lab(model, options.capacity_tokens) as here:
+    # A part that is killed for memory loses no more than one that is refused.
+    with device_lab(model, options.capacity_tokens, host_grows=True) as here:
         done = reproduce_shape(here.subject, here.lab, options, here.device, time.time(), _say)
         found = to_dict(done)
         found["thresholds"] = here.methods.thresholds()

@@ -50,9 +50,16 @@ def demo_subject(shape: Shape, longest_prompt: int, seed: int) -> Subject:
 
 
 def named_subject(
-    name: str | Path, longest_prompt: int, seed: int, device: torch.device | None = None
+    name: str | Path,
+    longest_prompt: int,
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    host_grows: bool = False,
 ) -> Subject:
     """A built-in model or a config.json, its weights drawn at random, on a CUDA device if one is given.
+
+    `host_grows` is for `check_device_memory`.
 
     Raises `InputError` naming `--model` for a kind that does not run here or does not fit into memory.
     """
@@ -79,7 +86,7 @@ def named_subject(
     if device is None:
         _check_memory(spec, longest_prompt)
     else:
-        check_device_memory(spec, longest_prompt, device)
+        check_device_memory(spec, longest_prompt, device, host_grows=host_grows)
     plain = {key: value for key, value in text.items() if key not in ("model_type", "torch_dtype", "dtype")}
     plain["max_position_embeddings"] = max(longest_prompt, int(plain.get("max_position_embeddings") or 0))
     config = AutoConfig.for_model(str(kind), **plain)

@@ -84,7 +84,7 @@ class CudaStream:
         self.lane = Lane(torch.cuda.Stream(device, priority=-1))
         self.lock = threading.Lock()
         self.closed = False
-        self.in_use: deque[tuple[Mark, object]] = deque()  # oldest first
+        self.in_use: deque[Mark] = deque()  # oldest first
 
 
 class _ComputeStream:
@@ -192,7 +192,7 @@ class CudaBackend:
             return stream
 
     def release(self, stream: Stream) -> None:
-        # What it was given keeps its memory until another stream is made after it is done, or until `close`.
+        # What it was given keeps its memory until somebody asks whether it is done: at the latest with a new stream.
         _copy_stream(stream).closed = True
 
     def event(self) -> Event:
@@ -231,24 +231,30 @@ class CudaBackend:
             except Exception as error:  # noqa: BLE001  it is the event's to tell
                 failure = error
             try:
-                mark = last.record(lane.lane.stream, self.clock.anchor(), failure)
+                # By the anchor of `began`: what lies between the two is then the device's own time.
+                mark = last.record(lane.lane.stream, self.clock.latest, failure, held)
             except RuntimeError as error:
                 # The copies may have been given: it is no error of this call any more.
                 last.lose(self.clock.latest, self._lose(error))
                 return
             # Until it has fired, however early the caller lets go of its own: the device knows of no references.
-            lane.in_use.append((mark, held))
+            lane.in_use.append(mark)
 
     def _sweep(self, stream: CudaStream) -> None:
         """Let go of what copies that are done have used; under the stream's lock."""
-        while stream.in_use and self._ask(stream.in_use[0][0]):
+        while stream.in_use and self._ask(stream.in_use[0]):
             stream.in_use.popleft()
 
     def _used(self, stream: CudaStream) -> bool:
         """Whether a copy of the stream is not done."""
-        with stream.lock:
+        # One that is being given may stand behind a copy that does: other streams must not wait for it here.
+        if not stream.lock.acquire(blocking=False):
+            return True
+        try:
             self._sweep(stream)
             return bool(stream.in_use)
+        finally:
+            stream.lock.release()
 
     def record(self, stream: Stream, event: Event) -> None:
         point = _cuda(event)
@@ -356,7 +362,7 @@ class CudaBackend:
             task.join(max(0.0, until - time.perf_counter()))
         for stream in streams:
             stream.closed = True
-            for mark, _ in list(stream.in_use):
+            for mark in list(stream.in_use):
                 if not self._poll(mark, max(0.0, until - time.perf_counter())):
                     _abandoned.append((self, streams))
                     raise TimeoutError(f"a copy on {stream.name} did not end within {_CLOSE_TIMEOUT_S} s")

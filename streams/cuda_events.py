@@ -92,13 +92,19 @@ class Mark:
     Attributes:
         failure: what failed in the copies it closes.
         fired_s: when it fired, None while it has not been seen to.
+
+    Args:
+        held: what the work before it uses, kept until it is seen to have fired.
     """
 
-    __slots__ = ("_anchor", "_torch", "failure", "fired_s")
+    __slots__ = ("_anchor", "_held", "_torch", "failure", "fired_s")
 
-    def __init__(self, event: torch.cuda.Event, anchor: Anchor, failure: BaseException | None) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, anchor: Anchor, failure: BaseException | None, held: object = None
+    ) -> None:
         self._torch = event
         self._anchor = anchor
+        self._held = held
         self.failure = failure
         self.fired_s: float | None = None
 
@@ -110,12 +116,14 @@ class Mark:
         """
         if self.fired_s is None and self._torch.query():
             self.fired_s = self._anchor.time_of(self._torch)
+            self._held = None
         return self.fired_s is not None
 
     def lose(self, error: BaseException) -> None:
         """The device will never reach it: it has stopped, and so has all that was given to it before."""
         if self.fired_s is None:
             self.failure, self.fired_s = error, time.perf_counter()
+            self._held = None
 
 
 class CudaEvent:
@@ -137,14 +145,20 @@ class CudaEvent:
         if self._mark is not None:
             raise KvSafetyError("an event is recorded once: whoever waits for it could be let go too early")
 
-    def record(self, stream: torch.cuda.Stream, anchor: Anchor, failure: BaseException | None = None) -> Mark:
-        """Record it; `failure` is what the copies before it came to.
+    def record(
+        self,
+        stream: torch.cuda.Stream,
+        anchor: Anchor,
+        failure: BaseException | None = None,
+        held: object = None,
+    ) -> Mark:
+        """Record it; `failure` is what the copies before it came to, `held` what they use.
 
         Raises:
             RuntimeError: the device reports an error.
         """
         self._torch.record(stream)
-        return self._set(Mark(self._torch, anchor, failure))
+        return self._set(Mark(self._torch, anchor, failure, held))
 
     def lose(self, anchor: Anchor, error: BaseException) -> None:
         """It cannot be recorded: it counts as fired, with the error as its failure."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvlane.policy.errors import InputError
 from kvlane.streams.cuda import CudaBackend, DeviceLostError
 from kvlane.streams.cuda_methods import Method, MethodTable
 from kvlane.transfer.layout import CopyDescriptor
@@ -53,9 +54,9 @@ def measure_methods(
                 samples = probe_paged(
                     backend, source, destination, sizes, reps=reps, budget_s=budget_s / len(possible)
                 )
-            except DeviceLostError:
+            except (DeviceLostError, InputError, TimeoutError):
                 raise
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001  what cupy raises for a kernel it cannot compile is no RuntimeError
                 copier.missing[method] = f"copies by {method} failed: {error}"
             else:
                 rates[method] = {sample.copy_bytes: sample.rate_bytes_per_s for sample in samples}

@@ -107,6 +107,12 @@ class TestCopies:
             assert beside.copied_bytes_per_s > 0
             assert total_bytes(batch) == 1 << 20
 
+    def test_copies_that_fail_beside_compute_are_no_rate(self, monkeypatch):
+        with TakenForCuda() as backend:
+            monkeypatch.setattr(backend, "failure", lambda event: RuntimeError("invalid argument"))
+            with pytest.raises(RuntimeError, match="beside compute failed: invalid argument"):
+                beside_copies(backend, "engine", [CopyDescriptor(0, 0, 0, 64)], lambda: 1.0, reps=1)
+
 
 class TestOrdering:
     def found(self, backend):
@@ -155,9 +161,28 @@ class TestParts:
         assert saved["thresholds"] == [[2048, "engine"]]
         assert any(line.startswith("no batch: none") for line in saved["lines"])
 
+    def test_a_way_that_fails_is_a_problem_and_costs_no_other_its_row(self, monkeypatch):
+        def rate(backend, way, *args):
+            if way == "engine":
+                raise RuntimeError("invalid argument")
+            return load_rate(backend, way, *args)
+
+        monkeypatch.setattr(device_parts, "CudaBackend", TakenForCuda)
+        monkeypatch.setattr(device_parts, "plain_rate", lambda backend: 10e9)
+        monkeypatch.setattr(device_parts, "_TOKENS", 64)
+        monkeypatch.setattr(device_parts, "regions", lambda tokens, form: regions(tokens, form, SMALL))
+        monkeypatch.setattr(device_parts, "load_rate", rate)
+        saved = Saved()
+        device_parts.run("copies", 0, saved)
+        assert saved["problems"] == [
+            "contiguous, engine: invalid argument",
+            "blocks of 16, engine: invalid argument",
+        ]
+        assert "blocks of 16, heads first, chosen" in saved["loads"]
+
     def test_a_model(self, monkeypatch):
         @contextmanager
-        def small_lab(model, tokens):
+        def small_lab(model, tokens, *, host_grows):
             subject = demo_subject(Shape(3, 32, 2, 1, 64, 100), tokens, 1)
             with TakenForCuda() as backend:
                 lab = Lab(subject.model, tokens, "seed-1", backend=backend)
@@ -206,6 +231,26 @@ class TestRun:
     def test_a_part_without_time_is_not_begun(self, tmp_path):
         assert self.part(tmp_path, "raise SystemExit(3)", 0.0)["why"] == "no time was left"
 
+    def test_time_that_a_part_leaves_is_the_next_one_s(self, tmp_path, monkeypatch):
+        given = []
+
+        def run_part(command, file, seconds, log):
+            given.append(seconds)
+            return {"ok": True, "why": "", "seconds": 0.0}
+
+        monkeypatch.setattr(device_check, "run_part", run_part)
+        parts = device_check.PARTS
+        assert device_check.check(tmp_path, sum(parts.values()) + 5.0, list(parts)) == 0
+        assert given[0] == pytest.approx(parts["copies"], abs=1)
+        assert given[1] == pytest.approx(parts["copies"] + parts["ordering"], abs=5)
+        assert given[-1] == pytest.approx(sum(parts.values()), abs=20)
+
+    def test_a_part_that_does_not_exist_is_named(self, tmp_path, capsys):
+        with pytest.raises(SystemExit) as ended:
+            device_check.main(["--out", str(tmp_path), "--parts", "copies,magic"])
+        assert ended.value.code == 2
+        assert "--parts: magic: there are copies, " in capsys.readouterr().err
+
     def test_the_budgets_leave_an_eight_minute_run_room(self):
         assert sum(device_check.PARTS.values()) <= 8 * 60 - 10
 
@@ -235,6 +280,23 @@ class TestRun:
         assert device_check.judge_tests(lines, status)["problems"] == problems
 
 
+def test_a_python_without_what_it_needs_is_told_what_before_anything_runs(tmp_path):
+    found = tmp_path / "python3"
+    # A Python of its own, without this environment's packages.
+    found.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    found.chmod(0o755)
+    ran = subprocess.run(
+        [str(ROOT / "bench" / "device_check.sh"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "WHEELS": str(tmp_path / "wheels")},
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "msgspec" in ran.stderr
+    assert str(tmp_path / "wheels") in ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_every_part_says_why_and_there_is_a_table(tmp_path):
@@ -252,5 +314,6 @@ def test_without_a_device_every_part_says_why_and_there_is_a_table(tmp_path):
     results = json.loads((tmp_path / "out" / "device_check.json").read_text())
     assert results["host"]["torch"]
     assert results["host"]["date"]
+    assert results["host"]["versions"]["cuda"] == "none"
     assert list(results["parts"]) == ["copies"]
     assert (tmp_path / "out" / "device_check.txt").read_text().strip() == ran.stdout.strip()

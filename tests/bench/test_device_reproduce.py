@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from kvlane.bench import device_reproduce
+from kvlane.bench import device_memory, device_reproduce
 from kvlane.bench.cli import app
-from kvlane.bench.device_memory import SHAPES, device_bytes, fits, refuse_memory
+from kvlane.bench.device_memory import (
+    SHAPES,
+    check_device_memory,
+    device_bytes,
+    fits,
+    host_free_bytes,
+    refuse_memory,
+)
 from kvlane.bench.device_reproduce import Options, render, reproduce_shape, to_dict
 from kvlane.bench.lab import Lab
 from kvlane.bench.shape import Shape
@@ -123,6 +131,18 @@ class TestMemory:
     def test_where_none_fits_a_shorter_prompt_is_offered(self):
         with pytest.raises(InputError, match="fewer --tokens"):
             refuse_memory(load_model("llama-3.1-8b"), 12_370, 1e9, 1e12)
+
+    def test_a_host_that_grows_is_not_looked_at(self, monkeypatch):
+        spec = load_model("llama-3.1-8b")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
+        monkeypatch.setattr(device_memory, "host_free_bytes", lambda: 1e9)
+        with pytest.raises(InputError, match="page-locked host memory"):
+            check_device_memory(spec, 12_370, torch.device("cpu"))
+        check_device_memory(spec, 12_370, torch.device("cpu"), host_grows=True)
+
+    def test_free_memory_of_the_host_is_some_and_no_more_than_there_is(self):
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert 0 < host_free_bytes() <= there
 
     def test_host_memory_counts_too(self):
         with pytest.raises(InputError, match="page-locked host memory"):

@@ -20,6 +20,7 @@ from kvlane.streams import cuda, cuda_copies, cuda_events
 from kvlane.streams.cpu import CopyCancelledError
 from kvlane.streams.cuda import CudaBackend, DeviceLostError
 from kvlane.streams.cuda_memory import PinError, PinnedMemory
+from kvlane.streams.cuda_probe import measure_methods
 from kvlane.streams.executor import LayerExecutor
 from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.store import KvSafetyError
@@ -256,6 +257,33 @@ class TestFailures:
         with pytest.raises(KvSafetyError, match="closed"):
             load.go()
 
+    def test_a_copy_that_cannot_be_given_yet_holds_up_no_other_stream(self, backend, monkeypatch):
+        load = Load(backend)
+        given, go_on = threading.Event(), threading.Event()
+
+        def full(*args):
+            given.set()
+            go_on.wait(10)
+
+        monkeypatch.setattr(cuda_copies.Copier, "submit", full)
+        thread = threading.Thread(target=load.go)
+        thread.start()
+        assert given.wait(10)
+        backend.release(load.stream)
+        made = threading.Event()
+
+        def make():
+            backend.stream("other")
+            made.set()
+
+        other = threading.Thread(target=make)
+        other.start()
+        in_time = made.wait(5)
+        go_on.set()
+        thread.join(10)
+        other.join(10)
+        assert in_time
+
     def test_a_closed_backend_takes_no_more(self, driver):
         backend = CudaBackend()
         load = Load(backend)
@@ -337,6 +365,21 @@ class TestMemory:
         assert source() is None
         assert target() is None
 
+    def test_is_let_go_of_once_the_copy_is_known_to_be_done(self, backend, driver):
+        load = Load(backend)
+        source = weakref.ref(load.host)
+        driver.stuck.set()
+        done = load.go()
+        del load
+        gc.collect()
+        assert not backend.fired(done)
+        assert source() is not None
+        driver.stuck.clear()
+        # No further copy has to come along its stream.
+        backend.synchronize(done, 10)
+        gc.collect()
+        assert source() is None
+
     def test_of_a_released_stream_is_kept_too(self, backend, driver):
         load = Load(backend)
         source = weakref.ref(load.host)
@@ -416,6 +459,28 @@ class TestClock:
         at = backend.time_of(event)
         error = backend.clock.latest.error_s
         assert before - error <= at <= backend.now() + error
+
+
+class CompileError(Exception):
+    """As cupy's, which is no RuntimeError."""
+
+
+class TestMeasuring:
+    def test_a_way_that_fails_is_left_out_whatever_it_raises(self, backend, monkeypatch):
+        copy = cuda_copies.Copier._copy
+
+        def submit(self, lane, destination, source, runs, cancel, held):
+            method = self.methods.choose(1, 1, self.possible)
+            if method == "batch":
+                raise CompileError("cannot compile")
+            copy(self, "engine", lane, destination, source, runs, cancel, held)
+
+        monkeypatch.setattr(cuda_copies.Copier, "submit", submit)
+        backend.copier.missing = {"mapped": "no", "staged": "no"}
+        table = measure_methods(backend, [65536], series_bytes=1 << 18, reps=1, budget_s=0.1)
+        assert set(table.rates) == {"engine"}
+        assert "cannot compile" in backend.copier.missing["batch"]
+        assert backend.copier.methods is table
 
 
 def test_the_executor_runs_on_it_unchanged(backend, kit):

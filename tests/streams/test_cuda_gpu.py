@@ -249,12 +249,13 @@ class TestMemory:
         monkeypatch.setattr(Copier, "_launch", late)
 
         def both(shared):
-            device = backend.device_bytes(8 * MIB)
+            # Both before anything waits: an allocation may wait for the device.
+            device, other = backend.device_bytes(8 * MIB), backend.device_bytes(8 * MIB)
             quick = backend.stream("quick")
             _, done = go(backend, slow, device, one_host, copies)
             if shared:
                 quick.lane.staging = slow.lane.staging
-            finished(backend, go(backend, quick, backend.device_bytes(8 * MIB), two_host, copies)[1])
+            finished(backend, go(backend, quick, other, two_host, copies)[1])
             finished(backend, done)
             return np.array_equal(backend.read(device), expected(one_host, 8 * MIB, copies))
 

@@ -246,7 +246,7 @@ assert isinstance(lost, DeviceLostError), lost
 try:
     backend.copy(stream, device, host, [CopyDescriptor(0, 0, 0, 64)], backend.flag(), backend.event(), backend.event())
 except DeviceLostError:
-    print("told")
+    print("told", flush=True)  # the process ends without a flush
 backend.close()
 import os
 os._exit(0)

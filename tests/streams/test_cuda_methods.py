@@ -44,6 +44,11 @@ class TestChoose:
         assert MEASURED.choose(4 * KIB, 4 * KIB) == "mapped"
         assert MEASURED.choose(4 * KIB, 64 * KIB) == "staged"
 
+    @pytest.mark.parametrize(("gain", "method"), [(1.03, "engine"), (1.2, "mapped")])
+    def test_a_kernel_takes_no_large_copy_from_the_engine_by_noise(self, gain, method):
+        table = MethodTable({"engine": {16 * MIB: 50e9}, "mapped": {16 * MIB: gain * 50e9}})
+        assert table.choose(16 * MIB, 16 * MIB) == method
+
     def test_what_cannot_be_used_is_not_chosen(self):
         assert MEASURED.choose(4 * KIB, 64 * MIB, ("engine", "batch")) == "batch"
 
