@@ -90,3 +90,37 @@ def test_every_plan_is_run(kit, executor, rate):
         assert answer.plan.load or rate < 1e6
         assert answer.result.first_token == full.first_token
         np.testing.assert_allclose(answer.result.logits, full.logits, rtol=0, atol=1e-4)
+
+
+class DiskStore(HostStore):
+    tier = "disk"
+
+
+@pytest.mark.parametrize("kind", ["window", "states"])
+def test_a_run_that_arrived_is_no_prefix_where_it_lacks_what_the_failed_one_was_to_bring(kit, kind):
+    """The first brings no state, and of a window only what the whole load's end sees."""
+    model = make_model() if kind == "states" else kit.model("mistral", sliding_window=16)
+    ids = kit.ids(TOKENS)
+    with CpuBackend() as backend:
+        engine = kit.engine(model, backend)
+        host, disk = (store(kit.unit, checksums=True) for store in (HostStore, DiskStore))
+        engine.prefill(ids[:80])
+        for store in (host, disk):
+            engine.save(store, ids, 80)
+        full = engine.prefill(ids)
+        engine.poison()
+        faulty = kit.FaultyStore(disk, "standing still", 3)
+        runs = [
+            store.open(store.lookup(engine.identity, ids), *ends, load_end=80)
+            for store, ends in ((host, (0, 72)), (faulty, (72, 80)))
+        ]
+        try:
+            result = engine.prefill(ids, 0, runs, deadline_s=0.5)
+        finally:
+            faulty.go.set()
+            for run in runs:
+                run.close()
+        assert (result.failures[0].tier, [part.whole for part in result.parts]) == ("disk", [True, False])
+        assert result.passes[-1].start == 0
+        assert result.first_token == full.first_token
+        np.testing.assert_allclose(result.logits, full.logits, rtol=0, atol=1e-4)
