@@ -12,8 +12,8 @@ from kvlane.policy.search import closed_in
 
 
 class LayerwiseLane(Lane):
-    """A lane over a `LayerwiseTransfer`. With `recurrent` layers a load ends, and may begin, only where a
-    snapshot of their state was stored; one snapshot is moved."""
+    """A lane over a `LayerwiseTransfer`. With `recurrent` layers a load ends, and runs of it meet, only where
+    a snapshot of their state was stored; one snapshot is moved."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LayerwiseLane(Lane):
         return super().no_gain()
 
     def cuts(self, low: int, high: int) -> Sequence[int]:
-        """Where a load may begin or end: at a checkpoint of recurrent layers, else at a load unit's end."""
+        """Where a load may end, or be cut in two: at a checkpoint of recurrent layers, else at a load unit's end."""
         if self.recurrent:
             return [at for at in self.checkpoints if low < at < high]
         return super().cuts(low, high)

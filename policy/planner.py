@@ -52,7 +52,8 @@ class Planner:
     """Decides requests for one model on one machine with one executor.
 
     `executor` is what the engine can do: `bulk` (all layers, then compute), `layered` (each layer waits for its own
-    KV) or `two_ended` (layered, and the front of the prefix may be computed while the rest of it loads).
+    KV) or `two_ended` (layered, and the front of the prefix may be computed while the rest of it loads; not where
+    layers are recurrent).
     `calibration` replaces the profile's prefill cost. `tie_margin` is the relative difference under which two
     candidates are a near-tie.
 
@@ -143,7 +144,8 @@ class Planner:
         yield [lane.best_split() for lane in lanes]
         if both:
             yield [pair.best_split() for pair in both]
-        if self.executor == "two_ended":
+        # The front would leave its states where the load brings those of its end: there is one place for them.
+        if self.executor == "two_ended" and not self.model.recurrent:
             yield [lane.two_ended() for lane in lanes]
             yield [pair.two_ended() for pair in (*both, *shorter)]
 

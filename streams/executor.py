@@ -132,7 +132,7 @@ class LayerExecutor:
             InputError: a mode that does not exist, a group of no layers, a deadline that is not positive or above
                 `MAX_DEADLINE_S`, runs that do not fit or do not follow one another.
             LoadRefusedError: `ring_sets` loads have not ended.
-            LoadError: a store would not pin its run.
+            LoadError: a store would not pin its run, or no thread could be started.
             KvSafetyError: the executor or its backend is closed.
         """
         if mode not in ("bulk", "layered"):

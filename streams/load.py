@@ -11,7 +11,7 @@ from kvlane.streams.part import Groups, PartLoad
 from kvlane.streams.ring import EventRing
 from kvlane.streams.timing import PartTiming
 from kvlane.transfer.layout import Region
-from kvlane.transfer.store import StoredRun
+from kvlane.transfer.store import KvSafetyError, StoredRun
 
 if TYPE_CHECKING:
     import torch
@@ -153,14 +153,22 @@ class LayerLoad:
         )
 
     def _start(self) -> None:
-        started = 0
-        try:
-            for part in self.parts:
+        for at, part in enumerate(self.parts):
+            try:
                 self._backend.start(part.run, f"enqueue-{part.tier}")
-                started += 1
-        except BaseException:
-            self._abandon(started)
-            raise
+            except BaseException as error:
+                layer = self._groups[0][0] if self._groups else 0
+                reason = f"not started: {error}"
+                if at and isinstance(error, Exception):
+                    # The parts before copy already: who has the load keeps what they write to until they have ended.
+                    self._fail(part, layer, reason, error)
+                    for other in self.parts[at:]:
+                        other.drop()
+                    return
+                self._abandon(at)
+                if isinstance(error, KvSafetyError) or not isinstance(error, Exception):
+                    raise
+                raise LoadError(layer, reason, part.tier) from error
 
     def _abandon(self, started: int) -> None:
         """Take back what was not started."""

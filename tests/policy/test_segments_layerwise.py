@@ -144,9 +144,7 @@ def test_a_state_moves_once_and_runs_meet_only_where_one_was_stored(
             continue
         for segment in estimate.load:
             assert segment.end in request.checkpoints(segment.tier)
-        assert estimate.start == request.resident_tokens or (
-            planner.executor == "two_ended" and estimate.start in request.checkpoints(estimate.load[0].tier)
-        )
+        assert estimate.start == request.resident_tokens
 
 
 def test_a_window_that_lies_in_the_last_run_leaves_the_first_nothing_to_move() -> None:
@@ -171,10 +169,13 @@ def test_two_tiers_meet_at_a_checkpoint_and_the_last_brings_the_state() -> None:
     assert len(bare.load) == 1
 
 
-def test_the_front_of_a_recurrent_model_ends_where_a_state_was_stored() -> None:
-    planner = planner_of((FULL, RECURRENT), "two_ended", Link("one", 1e6), Link("other", 1e6), token_s=5e-4)
+def test_no_front_of_a_recurrent_model_is_computed_beside_a_load() -> None:
+    """Its states would be written where the load brings others; on the same model without states one is."""
     request = Request(401, {"host": 400}, state_checkpoints={"host": [48, 208, 400]})
-    split = planner.decide(request).estimates["split"]
-    assert split is not None
-    assert (split.start, split.end) == (208, 400)
-    assert split.load_bytes == round(192 * planner.model.kv_bytes_per_token() + planner.model.state_bytes())
+    starts = []
+    for layers in ((FULL, RECURRENT), (FULL, FULL)):
+        planner = planner_of(layers, "two_ended", Link("one", 1e6), Link("other", 1e6), token_s=5e-4)
+        split = planner.decide(request).estimates["split"]
+        assert split is not None
+        starts.append(split.start)
+    assert starts[0] == 0 < starts[1]

@@ -200,6 +200,19 @@ class TestFaults:
             assert runner.breaker.state("host") == "closed"
             faulty.go.set()
 
+    def test_of_one_tier_say_nothing_of_another_that_was_cut_short(self, kit):
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend, "bulk", disk=3e6)
+            standing = rig.break_tier("host", "standing still", 3)
+            rig.break_tier("disk", "raising", 0)
+            runner = rig.runner(breaker=CircuitBreaker(failures=2))
+            runner.breaker.failed("host", backend.now())
+            assert rig.run(runner).failures[0].tier == "disk"
+            # Not a success: one more failure is the second in a row.
+            runner.breaker.failed("host", backend.now())
+            assert runner.breaker.state("host") == "open"
+            standing.go.set()
+
     def test_a_close_that_raises_is_counted_and_costs_nothing(self, kit):
         with CpuBackend() as backend:
             rig = Rig(kit, backend)

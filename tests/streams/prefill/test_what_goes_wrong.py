@@ -179,6 +179,29 @@ class TestQuarantine:
             backend.go.set()
             rig.check_nothing_left(kit)
 
+    def test_a_part_that_does_not_start_leaves_the_block_to_the_copies_of_the_one_before(self, toy, kit):
+        class Starting(kit.StuckBackend):
+            def start(self, task, name):
+                if name == "enqueue-disk":
+                    assert self.reached.wait(10)
+                    raise RuntimeError("no thread")
+                super().start(task, name)
+
+        with Starting(layer=1) as backend:
+            rig = toy.Rig(backend)
+            before = rig.sequence.block
+            outcome = rig.run(3, ("host", 3, 16), ("disk", 16, 32))
+            rig.check(outcome)
+            assert (outcome.failures[0].tier, outcome.failures[0].reason) == (
+                "disk",
+                "not started: no thread",
+            )
+            assert rig.sequence.block is not before
+            assert rig.pool.quarantined == 1
+            backend.go.set()
+            rig.check_nothing_left(kit)
+            rig.check(outcome)
+
     def test_takes_at_least_one_block(self, toy):
         with CpuBackend() as backend, pytest.raises(InputError, match="most"):
             toy.Rig(backend, most=0)
