@@ -158,8 +158,8 @@ class _Passes:
             self.slope = cost.token_s + cost.pair_s * prompt
 
     def take(self, rows: Any) -> _Passes:
-        """The same for some of the rows."""
-        return _Passes(self.cost, self.prompt[rows], self.chunk)
+        """The same for some of the rows; a slice stands for all of them."""
+        return self if isinstance(rows, slice) else _Passes(self.cost, self.prompt[rows], self.chunk)
 
     def whole_s(self, begin: Floats) -> Floats:
         """As one pass, whatever its size."""

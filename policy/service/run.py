@@ -108,9 +108,9 @@ class Running:
 
     async def _flush(self) -> None:
         while True:
-            # Twice an interval: what is acknowledged right after one write has lasted before the interval is over.
-            # Nothing else may be waited for here.
-            await asyncio.sleep(self.service.settings.flush_s / 2)
+            # Several times an interval: also what is acknowledged right after one write, and a disk that makes the next
+            # one wait, leave it within the interval. Nothing else may be waited for here.
+            await asyncio.sleep(self.service.settings.flush_s / 4)
             await self._write()
 
     async def _snapshots(self) -> None:
@@ -161,10 +161,12 @@ class Running:
         store = self.service.store
         if store is None:
             return 0.0
-        begun = monotonic()
-        snapshot = self.service.snapshot()
-        taken_s = monotonic() - begun
+        taken_s = 0.0
         try:
+            await asyncio.to_thread(store.prepare)
+            begun = monotonic()
+            snapshot = self.service.snapshot()
+            taken_s = monotonic() - begun
             await asyncio.to_thread(store.save, snapshot)
         except OSError as error:
             log.error("the snapshot cannot be written: %s", error)

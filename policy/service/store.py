@@ -72,8 +72,10 @@ _encode = msgspec.json.Encoder().encode
 class Store:
     """A folder that one process at a time owns.
 
-    `note`, `take` and `next_journal` touch no file. `write`, `sync` and `save` do: each in any thread, one at a time,
-    and not held up by the others. Raises `InputError` where the folder cannot be written or another process has it.
+    `note`, `take` and `next_journal` touch no file. `write`, `sync`, `prepare` and `save` do: each in any thread, one
+    at a time, and not held up by the others.
+
+    Raises `InputError` where the folder cannot be written or another process has it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +85,7 @@ class Store:
         self._opened = 0
         self._file: int | None = None
         self._retired: list[int] = []
-        self._created = False
+        self._next: tuple[int, int] | None = None
         self._files = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,9 @@ class Store:
         for number in numbers:
             if number >= first:
                 entries += self._read_journal(number)
-        self._journal = max([first, *numbers]) + 1
+        self._journal = max([first, *numbers])
+        self.prepare()
+        self.next_journal()
         return snapshot, entries
 
     def note(self, entry: Entry) -> None:
@@ -127,8 +131,19 @@ class Store:
         """What was taken and could not be written; what is written twice is told by its id."""
         self._waiting[:0] = lines
 
+    def prepare(self) -> None:
+        """Makes the next journal's file ahead, which may have to wait for the disk; raises OSError."""
+        number = self._journal + 1
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        file = os.open(self._path(number), flags, 0o600)
+        self._sync_folder()
+        with self._files:
+            if self._next is not None:
+                os.close(self._next[1])
+            self._next = (number, file)
+
     def next_journal(self) -> int:
-        """Begins the journal that a snapshot taken right after this will name."""
+        """Begins the journal that a snapshot taken right after this will name; `prepare` comes before."""
         self._journal += 1
         return self._journal
 
@@ -150,14 +165,11 @@ class Store:
         """Waits until what was written is on the disk; raises OSError. A slow disk keeps nobody else waiting."""
         with self._files:
             retired, self._retired = self._retired, []
-            created, self._created = self._created, False
             if self._file is not None:
                 retired.append(os.dup(self._file))
         try:
             for file in retired:
                 os.fsync(file)
-            if created:
-                self._sync_folder()
         finally:
             for file in retired:
                 os.close(file)
@@ -183,6 +195,9 @@ class Store:
         """Lets go of the folder."""
         with self._files:
             self._retire()
+            if self._next is not None:
+                self._retired.append(self._next[1])
+                self._next = None
         self.sync()
         os.close(self._lock)
 
@@ -199,12 +214,11 @@ class Store:
 
     def _open(self, number: int) -> None:
         self._retire()
-        path = self._path(number)
-        fresh = not path.exists()
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         self._opened = number
-        self._created = self._created or fresh
-        if not fresh:
+        if self._next is not None and self._next[0] == number:
+            (_, self._file), self._next = self._next, None
+        else:
+            self._file = os.open(self._path(number), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.write(self._file, b"\n")
 
     def _retire(self) -> None:

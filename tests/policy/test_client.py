@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp  # noqa: F401  (its import is not to count for the first deadline)
 import pytest
 
 from kvlane.policy import InputError

@@ -65,6 +65,7 @@ def test_a_snapshot_takes_the_place_of_the_journals_before_it(tmp_path: Path) ->
     store = Store(tmp_path)
     store.load()
     store.note(entry(1))
+    store.prepare()
     taken = snapshot(store.next_journal(), 1)
     store.note(entry(2))
     store.write(store.take())
@@ -80,6 +81,7 @@ def test_a_snapshot_that_never_came_to_be_loses_nothing(tmp_path: Path) -> None:
     store.load()
     store.note(entry(1))
     store.write(store.take())
+    store.prepare()
     store.next_journal()  # a snapshot was to be taken, and the process ended
     store.note(entry(2))
     store.write(store.take())
@@ -131,6 +133,7 @@ def test_a_bit_turned_in_a_snapshot_sets_it_aside_and_the_journal_is_used(
     folder = tmp_path_factory.mktemp("state")
     store = Store(folder)
     store.load()
+    store.prepare()
     store.save(snapshot(store.next_journal(), 1, 2))
     store.note(entry(3))
     store.write(store.take())
