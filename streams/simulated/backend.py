@@ -33,7 +33,8 @@ from kvlane.transfer.layout import CopyDescriptor
 from kvlane.transfer.store import HostBytes, KvSafetyError
 
 Disturb: TypeAlias = Callable[[str, Sequence[CopyDescriptor]], Disturbance | None]
-"""What goes wrong with a batch, by its stream's name and its copies; asked as it is handed over."""
+"""What goes wrong with a batch, by its stream's name and its copies; asked as it is handed over, unless it is one of a
+load that was given up."""
 
 ANY = "*"
 
@@ -244,7 +245,9 @@ class SimulatedBackend:
         with self._failing:
             first.record_by(self.host.me, "record before a copy")
             last.record_by(self.host.me, "record after a copy")
-        wrong = None if self._disturb is None else self._disturb(stream.name, copies)
+        wrong = None
+        if self._disturb is not None and not cancel.value:
+            wrong = self._disturb(stream.name, copies)
         knows = self.host.me.release()
         self._give(stream, Copies(knows, into, out_of, copies, cancel, first, last, wrong))
 
