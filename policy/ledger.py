@@ -135,7 +135,9 @@ class Ledger:
         if flight is None:
             return None
         remaining = flight.queue.until_done_s(flight.turn, self._now)
-        return InFlight(flight.load.start, flight.load.end, remaining, len(flight.waiting) - 1)
+        load = flight.load
+        load_end = load.end if load.load_end is None else load.load_end
+        return InFlight(load.start, load.end, remaining, len(flight.waiting) - 1, load_end)
 
     def reserve(self, reservation_id: str, booking: Booking, now: float) -> None:
         """Books it until `release`, or else for max(10 x predicted TTFT, 5 s).
