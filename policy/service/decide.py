@@ -286,7 +286,7 @@ class Desk:
             self.made.popitem(last=False)
         cells = self.cells.deployment(deployment.name).paths
         chosen = cells[gist.path]
-        one_more(chosen.by_tier, gist.tiers[0] if gist.tiers else "")
+        one_more(chosen.by_tier, "+".join(gist.tiers))
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
