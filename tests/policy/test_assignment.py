@@ -301,7 +301,8 @@ class TestJoiningTwoTiers:
             assert [(each.tier, each.end) for each in made.plan.load] == [("remote", 8_000)]
 
     def test_what_lies_before_a_load_in_flight_is_computed_meanwhile_by_who_can(self) -> None:
-        for executor, joins in (("two_ended", 1), ("layered", 0)):
+        cases: tuple[tuple[Executor, int], ...] = (("two_ended", 1), ("layered", 0))
+        for executor, joins in cases:
             planner = planner_at(1e9, executor)
             fleet = Fleet(planner)
             instance = fleet.places[0].instance

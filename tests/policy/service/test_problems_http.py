@@ -327,5 +327,7 @@ def test_finding_the_field_of_a_large_body_costs_about_what_decoding_it_does() -
         msgspec.json.decode(raw, type=DecideRequest)
     begun = perf_counter()
     problem = problems.of_decode_error(refused.value, raw, DecideRequest)
-    assert perf_counter() - begun < 15 * decoding_s  # each key tried on all of it would be about a hundred times
+    assert (
+        perf_counter() - begun < 15 * decoding_s
+    )  # each key tried on all of it would be about a hundred times
     assert problem.pointer == "/candidates/50000/state/links/a~1b/queued_bytes"
