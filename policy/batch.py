@@ -39,7 +39,10 @@ _MOST_STRETCHES = 512
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Columns, one row a request: `path` is a place in `PATHS`, `tier` one in `tiers`, -1 where nothing is loaded."""
+    """Columns, one row a request: `path` is a place in `PATHS`, `tier` one in `tiers`, -1 where nothing is loaded.
+
+    Where two tiers bring a load together it is the one that brings the front.
+    """
 
     path: npt.NDArray[np.int8]
     load_tokens: Ints

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvlane.policy.ledger import LinkKey
+from kvlane.policy.booking import SavedLedger
+from kvlane.policy.ledger import Ledger, LinkKey
 from kvlane.policy.service import decide, observe
 from kvlane.policy.service.config import from_fields
 from kvlane.policy.service.service import Service
@@ -136,3 +137,32 @@ def test_links_are_left_alone_by_instance(service: Service, clock: Clock) -> Non
         tell(service, decided(service, instance="a"), "load_failed")
     assert decided(service, instance="b")["path"] == "load"
     assert LinkKey("device", "a", "net-400") in service.desk.left_alone(clock.now)
+
+
+def test_a_load_over_both_is_joined_and_released_after_a_restart_too(service: Service, clock: Clock) -> None:
+    first = decided(service, reserve=True, prefix_id="p", instance="a")
+    before = queued(service, clock)
+    kept = msgspec.json.encode(service.desk.ledger.snapshot(clock.now))
+    service.desk.ledger = Ledger.restore(msgspec.json.decode(kept, type=SavedLedger), clock.now)
+    assert queued(service, clock) == before
+    second = decided(service, reserve=True, prefix_id="p", instance="a")
+    assert (second["joined"], second["load"]) == (True, first["load"])
+    service.desk.release(first["decision_id"])
+    assert queued(service, clock) == before  # the second waits for it still
+    service.desk.release(second["decision_id"])
+    assert set(queued(service, clock).values()) == {0.0}
+
+
+@pytest.mark.parametrize("executor", ["bulk", "layered", "two_ended"])
+def test_a_state_of_one_link_replaces_its_queue_and_leaves_the_other_s(
+    service: Service, clock: Clock, executor: str
+) -> None:
+    decided(service, executor=executor, reserve=True, instance="a")
+    other = queued(service, clock)["net-400"]
+    state = {"links": {"pcie5-x16": {"queued_bytes": 0}}}
+    answer = decided(service, executor=executor, instance="a", reserve=True, state=state)
+    own = {part["tier"]: part["bytes"] for part in answer["load"]}
+    after = queued(service, clock)
+    rate_s = service.desk.deployment("chat").in_force.byte_s
+    assert after["pcie5-x16"] == pytest.approx(own.get("host", 0) * rate_s["pcie5-x16"], rel=0.01)
+    assert after["net-400"] == pytest.approx(other + own.get("remote", 0) * rate_s["net-400"], rel=0.01)
