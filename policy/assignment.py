@@ -178,7 +178,7 @@ def _flights(ledger: Ledger, request: Request, place: Place, prefix_id: str, now
 
 def joining(planner: Planner, request: Request, plan: Plan, flights: Flights) -> Estimate | None:
     """The estimate of waiting for loads in flight and computing the rest; None where they do not fit, or would be
-    later than a load of the request's own.
+    later than a load of the request's own by more than the tie margin.
 
     They fit where they leave no gap after the resident tokens, but for one that is computed meanwhile, and end where a
     load may end here. One that brings more than is usable fits where layers keep everything: what a window or a state
@@ -216,8 +216,9 @@ def joining(planner: Planner, request: Request, plan: Plan, flights: Flights) ->
     front = planner.prefill.prefill_s(resident, begin - resident, chunk) if begin > resident else 0.0
     compute = planner.cost.recompute_s(end, prompt, chunk)
     ttft = max(remaining, request.device_busy_s + front) + compute
-    known = plan.estimates[path]
-    if known is not None and known.ttft_s < ttft:
+    known, busy_s = plan.estimates[path], request.device_busy_s
+    # What is on its way already is steadier than what has yet to queue, so that a near-tie is its.
+    if known is not None and (known.ttft_s - busy_s) * (1 + planner.tie_margin) < ttft - busy_s:
         return None
     return Estimate(
         path=path,

@@ -292,7 +292,7 @@ class Ledger:
         for flight in tuple(self._flights.get(key, ())):
             if flight.queue.until_done_s(flight.turn, self._now) <= 0:
                 self._land(flight)
-        return max(self._flights.get(key, ()), key=_end_token, default=None)
+        return max(self._flights.get(key, ()), key=_brings, default=None)
 
     def _keep(self, reservation: _Reservation) -> None:
         self._live[reservation.id] = reservation
@@ -335,5 +335,5 @@ class Ledger:
                 del queues[key]
 
 
-def _end_token(flight: _Flight) -> int:
-    return flight.load.end
+def _brings(flight: _Flight) -> tuple[int, int]:
+    return flight.load.end - flight.load.start, flight.load.end

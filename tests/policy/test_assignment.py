@@ -300,6 +300,15 @@ class TestJoiningTwoTiers:
             assert made.joins == (LoadKey(instance, "remote", "p"),)
             assert [(each.tier, each.end) for each in made.plan.load] == [("remote", 8_000)]
 
+    @pytest.mark.parametrize("rate", [2e9, 5e9, 10e9])
+    def test_of_a_hundred_with_one_prefix_that_compute_the_front_nearly_all_join(self, rate: float) -> None:
+        fleet = Fleet(planner_at(rate, "two_ended"))
+        first, second, *others = [fleet.assign("the same") for _ in range(100)]
+        assert first.plan.load[0].start > 0
+        assert (bool(second.joins), second.plan.load) == (True, first.plan.load)
+        # Behind a long device queue more is worth loading: each load that brings more is then joined in its turn.
+        assert sum(not made.joins for made in others) < 15
+
     def test_what_lies_before_a_load_in_flight_is_computed_meanwhile_by_who_can(self) -> None:
         cases: tuple[tuple[Executor, int], ...] = (("two_ended", 1), ("layered", 0))
         for executor, joins in cases:
