@@ -8,7 +8,7 @@ tiers at once included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,10 @@ _MOST_STRETCHES = 512
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Columns, one row a request: `path` is a place in `PATHS`, `tier` one in `tiers`, -1 where nothing is loaded."""
+    """Columns, one row a request: `path` is a place in `PATHS`, `tier` one in `tiers`, -1 where nothing is loaded.
+
+    Where two tiers bring a load together it is the one that brings the front.
+    """
 
     path: npt.NDArray[np.int8]
     load_tokens: Ints
@@ -64,6 +67,34 @@ def decide_batch(
     A hit is one number of tokens, the smallest over the ranks. Path and load tokens are the planner's, unless two
     choices' TTFTs are within rounding (1e-9 of them). Raises `InputError` naming the column and the row for what
     `Request` would refuse, `hit` for a tier the machine lacks.
+    """
+    found, rest = begin_batch(
+        planner,
+        prompt_tokens,
+        hits,
+        resident_tokens,
+        load_unit_tokens=load_unit_tokens,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        tail_tokens=tail_tokens,
+    )
+    for _ in rest:
+        pass
+    return found
+
+
+def begin_batch(
+    planner: Planner,
+    prompt_tokens: Column,
+    hits: Mapping[str, Column] | None = None,
+    resident_tokens: Column | None = None,
+    *,
+    load_unit_tokens: int = 16,
+    prefill_chunk_tokens: int | None = None,
+    tail_tokens: int = 1,
+) -> tuple[Decisions, Iterator[None]]:
+    """As `decide_batch`, for who has other things to do meanwhile: the columns are filled once the iterator is through.
+
+    It stops before each row that goes to the planner by itself, which takes about a millisecond.
     """
     # The scalars are checked as every request's are.
     Request(
@@ -104,11 +135,15 @@ def decide_batch(
         # Where several tiers have something to load, it may be loaded from two at once.
         useful = [common.usable(column, prompt) > resident for column in stored.values()]
         alone = np.flatnonzero(many | (np.sum(useful, axis=0) > 1) if useful else many).tolist()
-    for row in alone:
-        _one(common, found, row, prompt, resident, stored)
-    np.subtract(prompt, resident, out=found.recompute_tokens)
-    np.subtract(found.recompute_tokens, found.load_tokens, out=found.recompute_tokens)
-    return found
+
+    def rest() -> Iterator[None]:
+        for row in alone:
+            yield
+            _one(common, found, row, prompt, resident, stored)
+        np.subtract(prompt, resident, out=found.recompute_tokens)
+        np.subtract(found.recompute_tokens, found.load_tokens, out=found.recompute_tokens)
+
+    return found, rest()
 
 
 @dataclass(frozen=True, slots=True)

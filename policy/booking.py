@@ -49,7 +49,8 @@ def link_key(link: str, scope: Scope, instance: str, node: str | None = None) ->
 class Load:
     """A load to book on one link: its seconds there (the queue apart), its bytes, and its tokens `[start, end)`.
 
-    Without a `key` nobody can join it.
+    Without a `key` nobody can join it. As one part of a load from several tiers it belongs to one that ends at
+    `load_end`: what a window or a state keeps is only in the last part.
     """
 
     link: LinkKey
@@ -58,6 +59,7 @@ class Load:
     key: LoadKey | None = None
     start: int = 0
     end: int = 0
+    load_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,16 @@ def check_amount(name: str, value: float, most: float = LONGEST_S) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A load that has not arrived: tokens `[start, end)`, there in `remaining_s`; `joins` others wait for it."""
+    """A load that has not arrived: tokens `[start, end)`, there in `remaining_s`; `joins` others wait for it.
+
+    The whole load that it is part of ends at `load_end`.
+    """
 
     start: int
     end: int
     remaining_s: float
     joins: int
+    load_end: int
 
 
 @dataclass(slots=True)

@@ -44,7 +44,8 @@ class CircuitBreaker:
 
     A probe that succeeds closes the circuit. One that fails shuts it again for `growth` times as long, at most
     `longest_s`. A probe whose outcome does not come within the time the circuit was last shut for is given up, and the
-    next one let through. A key that has not failed takes no memory. Not safe for threads: the caller's lock.
+    next one let through. A key that has not failed takes no memory, and of more than `most` that have, the one whose
+    last failure is longest ago is forgotten. Not safe for threads: the caller's lock.
 
     Raises `InputError` naming the field for a count, a time or a growth that cannot be.
     """
@@ -56,9 +57,11 @@ class CircuitBreaker:
         *,
         growth: float = 2.0,
         longest_s: float = 300.0,
+        most: int = 10_000,
     ) -> None:
-        if isinstance(failures, bool) or not isinstance(failures, int) or failures < 1:
-            raise InputError("failures", f"is {failures!r}", "a whole number of at least 1")
+        for name, number in (("failures", failures), ("most", most)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InputError(name, f"is {number!r}", "a whole number of at least 1")
         if not 0 < probe_after_s < math.inf:
             raise InputError("probe_after_s", f"is {probe_after_s!r}", "seconds above zero")
         if not 1 <= growth < math.inf:
@@ -66,8 +69,12 @@ class CircuitBreaker:
         if not probe_after_s <= longest_s < math.inf:
             raise InputError("longest_s", f"is {longest_s!r}", f"seconds of at least {probe_after_s:g}")
         self.most_failures, self.probe_after_s = failures, probe_after_s
-        self.growth, self.longest_s = growth, longest_s
+        self.growth, self.longest_s, self.most = growth, longest_s, most
         self._circuits: dict[Hashable, _Circuit] = {}
+
+    def __len__(self) -> int:
+        """How many keys have failed, as far as they are remembered: where none has there is nothing to ask."""
+        return len(self._circuits)
 
     def would_admit(self, key: Hashable, now: float) -> bool:
         """Whether `admit` would say yes; changes nothing, so that a key may be weighed and then not used."""
@@ -98,7 +105,10 @@ class CircuitBreaker:
 
     def failed(self, key: Hashable, now: float) -> None:
         """A use of `key` failed. While it is shut off only a probe's failure counts: others began before."""
-        circuit = self._circuits.setdefault(key, _Circuit())
+        circuit = self._circuits.pop(key, None) or _Circuit()
+        self._circuits[key] = circuit  # the last, as the newest to fail
+        if len(self._circuits) > self.most:
+            del self._circuits[next(iter(self._circuits))]
         circuit.counts.failures += 1
         if circuit.retry_at is None:
             circuit.in_a_row += 1

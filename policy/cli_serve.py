@@ -30,7 +30,7 @@ def serve(
     kv_dtype: Annotated[str | None, typer.Option(help="KV dtype, if not the model's own.")] = None,
     engine: Annotated[str | None, typer.Option(help="Engine family [vllm].")] = None,
     executor: Annotated[
-        str | None, typer.Option(help="bulk (all layers, then compute) or layered [bulk].")
+        str | None, typer.Option(help="bulk (all layers, then compute), layered or two_ended [bulk].")
     ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Most tokens the engine prefills in one pass.")

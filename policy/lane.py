@@ -146,7 +146,8 @@ class Lane:
             while saved_s(low) >= 0:
                 if low == shortest:
                     return None, "loading is faster for a prefix of any length up to this one"
-                low, high = (shortest + low) // 2, low
+                # Without chunks what is saved is convex in the prefix, and turns once at most.
+                low, high = (shortest if chunk is None else (shortest + low) // 2), low
         else:
             high = min(_LONGEST_PREFIX, 2 * high)
             while saved_s(high) < 0:

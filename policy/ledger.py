@@ -135,7 +135,9 @@ class Ledger:
         if flight is None:
             return None
         remaining = flight.queue.until_done_s(flight.turn, self._now)
-        return InFlight(flight.load.start, flight.load.end, remaining, len(flight.waiting) - 1)
+        load = flight.load
+        load_end = load.end if load.load_end is None else load.load_end
+        return InFlight(load.start, load.end, remaining, len(flight.waiting) - 1, load_end)
 
     def reserve(self, reservation_id: str, booking: Booking, now: float) -> None:
         """Books it until `release`, or else for max(10 x predicted TTFT, 5 s).
@@ -286,7 +288,7 @@ class Ledger:
         for flight in tuple(self._flights.get(key, ())):
             if flight.queue.until_done_s(flight.turn, self._now) <= 0:
                 self._land(flight)
-        return max(self._flights.get(key, ()), key=_end_token, default=None)
+        return max(self._flights.get(key, ()), key=_brings, default=None)
 
     def _keep(self, reservation: _Reservation) -> None:
         self._live[reservation.id] = reservation
@@ -330,5 +332,5 @@ class Ledger:
                 del queues[key]
 
 
-def _end_token(flight: _Flight) -> int:
-    return flight.load.end
+def _brings(flight: _Flight) -> tuple[int, int]:
+    return flight.load.end - flight.load.start, flight.load.end

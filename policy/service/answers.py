@@ -99,7 +99,8 @@ class Decision(Choice, kw_only=True):
 
 
 class Decisions(_Answer):
-    """The answers to a batch as columns. `tier` is null where nothing is loaded."""
+    """The answers to a batch as columns. `tier` is the one that brings the front of what is loaded, null where nothing
+    is: which others bring the rest, and what is computed before it, is said of single decisions only."""
 
     deployment: str
     executor: Executor

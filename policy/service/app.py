@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import time
 from typing import Any, TypeVar, cast
@@ -14,7 +14,7 @@ from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
-from kvlane.policy.service.columns import decide_columns
+from kvlane.policy.service.columns import LongBatches, decide_columns
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.problems import ProblemError
@@ -108,10 +108,10 @@ OPERATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What answers one operation: `act` is given the body and makes the answer's."""
+    """What answers one operation: `act` is given the body and makes the answer's, or begins to."""
 
     operation: Operation
-    act: Callable[[bytes], bytes | None]
+    act: Callable[[bytes], bytes | Awaitable[bytes] | None]
 
 
 class Endpoint:
@@ -122,11 +122,12 @@ class Endpoint:
         self.draining = False
         self._heads = heads
         self._in_flight = 0
+        self._long = LongBatches()
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
-        acts: dict[str, Callable[[bytes], bytes | None]] = {
+        acts: dict[str, Callable[[bytes], bytes | Awaitable[bytes] | None]] = {
             "decide": self._on_decide,
             "decide_batch": self._on_batch,
             "observe": self._on_observe,
@@ -149,6 +150,8 @@ class Endpoint:
         """The answer to one request, a problem like any other."""
         extra = b""
         status, content_type = 200, JSON
+        connection = cast(Connection, request.protocol)
+        answer: bytes | None
         self._in_flight += 1
         try:
             gate = self.service.gate
@@ -168,7 +171,10 @@ class Endpoint:
                         headers={"Retry-After": "1"},
                     )
                 body = await self._body(request)
-            answer: bytes | None = route.act(body)
+                # It is whole: what it takes from here on is not the client's slowness.
+                connection.heard_at = None
+            made = route.act(body)
+            answer = made if made is None or isinstance(made, bytes) else await made
             status, content_type = operation.status, operation.content_type
             trace = request.headers.get("traceparent")
             if trace is not None:
@@ -186,7 +192,7 @@ class Endpoint:
             status, content_type = failure.status, problems.CONTENT_TYPE
         finally:
             self._in_flight -= 1
-            cast(Connection, request.protocol).heard_at = None
+            connection.heard_at = None
         return Reply(
             self._heads.head(status, content_type),
             answer,
@@ -257,8 +263,8 @@ class Endpoint:
     def _on_decide(self, body: bytes) -> bytes:
         return self.service.desk.decide(_decoded(self._decide, body))
 
-    def _on_batch(self, body: bytes) -> bytes:
-        return decide_columns(self.service.desk, _decoded(self._batch, body))
+    async def _on_batch(self, body: bytes) -> bytes:
+        return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)
 
     def _on_observe(self, body: bytes) -> bytes:
         records = _decoded(self._observe, body)

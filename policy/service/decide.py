@@ -14,13 +14,13 @@ from msgspec import UNSET
 
 from kvlane.policy.assignment import NOTHING_SEEN, Place, Seen, assign, queues
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
+from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.service.answer import Gist, choice, decision, gist_of
-from kvlane.policy.service.breakers import Breakers
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.metrics import Cells
@@ -33,6 +33,10 @@ from kvlane.policy.units import LONGEST_S
 
 # Answers kept for those who ask the same again; each is some two kilobytes.
 _MOST_WORKED = 1024
+
+# A link is left alone after so many loads over it failed one after the other, and tried again after so long.
+_FAILURES = 3
+_PROBE_AFTER_S = 10.0
 
 _Key = tuple[object, ...]
 
@@ -63,7 +67,7 @@ class Desk:
 
     def __init__(self, deployments: Mapping[str, Deployment], limits: Limits, cells: Cells) -> None:
         self.ledger = Ledger(most=limits.reservations)
-        self.breakers = Breakers()
+        self.breakers = CircuitBreaker(_FAILURES, _PROBE_AFTER_S)
         self.cells = cells
         self.made: OrderedDict[str, Made] = OrderedDict()
         self._promises = Promises(limits.request_ids)
@@ -135,6 +139,14 @@ class Desk:
         if made is not None and made.request_id is not None:
             self._promises.forget(made.request_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
+
+    def left_alone(self, now: float) -> list[LinkKey]:
+        """The links over which loads keep failing, so that none is decided."""
+        return [
+            link
+            for link in self.breakers.known()
+            if isinstance(link, LinkKey) and not self.breakers.would_admit(link, now)
+        ]
 
     def _each(
         self, deployment: Deployment, planner: Planner, asked: DecideRequest, now: float
@@ -238,7 +250,7 @@ class Desk:
                 )
             if hit.state != "hit":
                 notes.append(f"{hit.tier}: {hit.state}, so that it cannot be loaded")
-            elif not self.breakers.would_admit(place.link(tier.link), now):
+            elif self.breakers and not self.breakers.would_admit(place.link(tier.link), now):
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
@@ -264,8 +276,9 @@ class Desk:
         if gist.tiers:
             tiers = deployment.told.machine.tiers
             links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
-            for link in links:
-                self.breakers.admit(link, now)
+            if self.breakers:
+                for link in links:
+                    self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
         self.made[decision_id] = Made(
             deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
         )
@@ -273,7 +286,7 @@ class Desk:
             self.made.popitem(last=False)
         cells = self.cells.deployment(deployment.name).paths
         chosen = cells[gist.path]
-        one_more(chosen.by_tier, gist.tiers[0] if gist.tiers else "")
+        one_more(chosen.by_tier, "+".join(gist.tiers))
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)

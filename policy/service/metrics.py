@@ -104,7 +104,9 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         cells = self._cells
         decisions = CounterMetricFamily(
-            "kvlane_decisions", "Decisions made.", labels=("deployment", "path", "tier")
+            "kvlane_decisions",
+            "Decisions made; two tiers at once are one, host+remote.",
+            labels=("deployment", "path", "tier"),
         )
         predicted = _histogram("kvlane_predicted_ttft_seconds", "TTFT predicted for the chosen path.")
         rejected = _histogram(

@@ -117,41 +117,48 @@ def _one_line(text: str) -> str:
 def _resolve(raw: bytes, kind: Any, at: str, said: str) -> Path:
     """The path msgspec names, with the key it leaves out of a mapping found by trying the mapping's keys.
 
-    A mapping with only the faulty key in it must give the same error.
+    Only what leads to the fault is kept for that, so that a large body costs no more than its decoding.
     """
     path: list[str | int] = []
     steps = list(_STEP.finditer(at))
     if not any(step[3] for step in steps):
         return tuple(int(step[2]) if step[2] else step[1] for step in steps)
+    said = _fault(said)
     try:
-        whole = msgspec.json.decode(raw)
-        node: Any = whole
+        whole = node = msgspec.json.decode(raw)
         for step in steps:
-            if step[3] and isinstance(node, dict):
+            key: Any = int(step[2]) if step[2] else step[1]
+            if step[3]:
                 key = _faulty_key(whole, node, kind, said)
                 if key is None:
                     return tuple(path)
-                path.append(key)
+            path.append(key)
+            found = node[key]
+            if isinstance(node, list):
+                node[:] = [found]
             else:
-                path.append(int(step[2]) if step[2] else step[1])
-            node = node[path[-1]]
-    except (msgspec.DecodeError, RecursionError, KeyError, IndexError, TypeError):
+                node.clear()
+                node[key] = found
+            node = found
+    except (msgspec.DecodeError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
         pass
     return tuple(path)
 
 
+def _fault(said: str) -> str:
+    """What is said to be wrong, without where: places in a list change as others are left out."""
+    return said.rpartition(" - at `")[0]
+
+
 def _faulty_key(whole: Any, node: dict[str, Any], kind: Any, said: str) -> str | None:
+    """The key of `node` with which alone `whole` has the same fault; leaves `node` to be overwritten."""
     everything = dict(node)
-    try:
-        for key in list(everything)[:_MOST_KEYS]:
-            node.clear()
-            node[key] = everything[key]
-            try:
-                msgspec.convert(whole, kind)
-            except msgspec.ValidationError as error:
-                if str(error) == said:
-                    return key
-    finally:
+    for key in list(everything)[:_MOST_KEYS]:
         node.clear()
-        node.update(everything)
+        node[key] = everything[key]
+        try:
+            msgspec.convert(whole, kind)
+        except msgspec.ValidationError as error:
+            if _fault(str(error)) == said:
+                return key
     return None

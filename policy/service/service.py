@@ -149,7 +149,7 @@ class Service:
             ("deployment",),
         )
         open_links: dict[tuple[str, ...], float] = {}
-        for link in self.desk.breakers.shut(now):
+        for link in self.desk.left_alone(now):
             open_links[(link.link,)] = open_links.get((link.link,), 0.0) + 1
         yield gauge("kvlane_links_left_alone", "Links over which loads keep failing.", open_links, ("link",))
 

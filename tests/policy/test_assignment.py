@@ -277,6 +277,84 @@ class TestJoining:
         assert fleet.assign("p").joined is None
 
 
+class TestJoiningTwoTiers:
+    REQUEST = Request(128_100, {"host": 64_000, "remote": 128_000})
+
+    @pytest.mark.parametrize("executor", ["bulk", "layered"])
+    @pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b"])
+    def test_a_hundred_with_one_prefix_are_one_load_over_both_links(
+        self, model: str, executor: Executor
+    ) -> None:
+        fleet = Fleet(Planner(load_model(model), load_machine("h100-sxm"), executor=executor))
+        first, *others = [fleet.assign("the same", request=self.REQUEST) for _ in range(100)]
+        assert [segment.tier for segment in first.plan.load] == ["host", "remote"]
+        assert first.joins == ()
+        for made in others:
+            assert made.plan.load == first.plan.load
+            assert [key.tier for key in made.joins] == ["host", "remote"]
+            assert made.booking(fleet.planner, prefix_id="the same").loads == ()
+        # What is booked is what the plan says copies take, also of layers that keep a window only.
+        chosen = first.plan.estimates[first.plan.path]
+        assert chosen is not None
+        queues_s = [seconds for seconds, _ in fleet.ledger.links(0.0).values()]
+        assert max(queues_s) == pytest.approx(chosen.transfer_s)
+        # Gone before it arrives, the first leaves both parts to the others; the last of them takes both along.
+        for number in range(1, 101):
+            assert max(seconds for seconds, _ in fleet.ledger.links(0.0).values()) > 0
+            fleet.ledger.release(str(number), 0.0)
+        assert [seconds for seconds, _ in fleet.ledger.links(0.0).values()] == [0.0, 0.0]
+
+    def test_a_part_without_the_rest_of_its_load_has_no_windows_to_join(self) -> None:
+        machine = load_machine("h100-sxm")
+        for model, joins in (("gpt-oss-20b", 0), ("llama-3.1-8b", 1)):
+            fleet = Fleet(Planner(load_model(model), machine))
+            first = fleet.assign("the same", request=self.REQUEST)
+            end = first.plan.load[0].end
+            made = fleet.assign("the same", request=Request(128_100, {"host": end}))
+            assert len(made.joins) == joins
+
+    def test_of_two_loads_that_fit_the_sooner_is_joined_whatever_the_order(self) -> None:
+        planner = planner_at(1e9)
+        for tiers in (("host", "remote"), ("remote", "host")):
+            fleet = Fleet(planner)
+            instance = fleet.places[0].instance
+            for tier, end in (("host", 4_000), ("remote", 8_000)):
+                link = fleet.places[0].link(planner.machine.tier(tier).link)
+                load = Load(link, 1e-3, 1.0, LoadKey(instance, tier, "p"), 0, end)
+                fleet.ledger.reserve(tier, Booking(instance, 1.0, 0.0, loads=(load,)), 0.0)
+            hits = {"host": 4_000, "remote": STORED}
+            made = fleet.assign("p", request=Request(PROMPT, {tier: hits[tier] for tier in tiers}))
+            assert made.joins == (LoadKey(instance, "remote", "p"),)
+            assert [(each.tier, each.end) for each in made.plan.load] == [("remote", 8_000)]
+
+    @pytest.mark.parametrize("rate", [2e9, 5e9, 10e9])
+    def test_of_a_hundred_with_one_prefix_that_compute_the_front_nearly_all_join(self, rate: float) -> None:
+        fleet = Fleet(planner_at(rate, "two_ended"))
+        first, second, *others = [fleet.assign("the same") for _ in range(100)]
+        assert first.plan.load[0].start > 0
+        assert (bool(second.joins), second.plan.load) == (True, first.plan.load)
+        # Behind a long device queue more is worth loading: each load that brings more is then joined in its turn.
+        assert sum(not made.joins for made in others) < 15
+
+    def test_what_lies_before_a_load_in_flight_is_computed_meanwhile_by_who_can(self) -> None:
+        cases: tuple[tuple[Executor, int], ...] = (("two_ended", 1), ("layered", 0))
+        for executor, joins in cases:
+            planner = planner_at(1e9, executor)
+            fleet = Fleet(planner)
+            instance = fleet.places[0].instance
+            link = fleet.places[0].link(planner.machine.tier("host").link)
+            load = Load(link, 0.2, 1.0, LoadKey(instance, "host", "p"), 2_000, STORED)
+            fleet.ledger.reserve("ahead", Booking(instance, 1.0, 0.0, loads=(load,)), 0.0)
+            made = fleet.assign("p", request=Request(PROMPT, {"host": STORED}))
+            assert len(made.joins) == joins
+            if joins:
+                rest = planner.cost.recompute_s(STORED, PROMPT)
+                assert [(each.start, each.end) for each in made.plan.load] == [(2_000, STORED)]
+                assert made.plan.path == "split"
+                assert made.plan.ttft_s == pytest.approx(max(0.2, planner.prefill.prefill_s(0, 2_000)) + rest)
+                assert made.device_s == pytest.approx(planner.prefill.prefill_s(0, 2_000) + rest)
+
+
 class TestState:
     def test_what_is_seen_stands_in_for_what_is_booked(self) -> None:
         fleet = Fleet(planner_at(25e9))

@@ -167,3 +167,12 @@ def test_a_breaker_that_cannot_be_names_its_field(field: str, options: dict[str,
     with pytest.raises(InputError) as caught:
         CircuitBreaker(**options)
     assert caught.value.field == field
+
+
+def test_only_so_many_keys_are_remembered_and_those_that_failed_last() -> None:
+    breaker = CircuitBreaker(failures=1, most=3)
+    for key in ("a", "b", "c", "a", "d"):
+        breaker.failed(key, 0.0)
+    assert (len(breaker), set(breaker.known())) == (3, {"c", "a", "d"})
+    assert breaker.would_admit("b", 0.0)
+    assert not breaker.would_admit("a", 0.0)

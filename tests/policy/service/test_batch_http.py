@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ def batch(server: Any, **fields: Any) -> Any:
     return answer.body
 
 
-@pytest.mark.parametrize("executor", ["bulk", "layered"])
+@pytest.mark.parametrize("executor", ["bulk", "layered", "two_ended"])
 def test_each_row_is_what_it_would_be_alone(server: Any, executor: str) -> None:
     random.seed(5)
     prompts = [random.randrange(2, 20_000) for _ in range(40)]
@@ -83,3 +85,50 @@ def test_nothing_is_booked_and_no_queue_is_waited_for(server: Any) -> None:
 def test_a_bad_cell_is_pointed_at(server: Any, fields: Any, status: int, code: str, pointer: str) -> None:
     answer = server.ask("POST", "/v1/decide/batch", fields)
     assert (answer.status, answer.body["code"], answer.body["pointer"]) == (status, code, pointer)
+
+
+def two_tiers(rows: int) -> dict[str, Any]:
+    """Columns that have to be decided row by row."""
+    return {
+        "prompt_tokens": [16_100 + row for row in range(rows)],
+        "hits": {"host": [8_000] * rows, "remote": [16_000] * rows},
+        "executor": "layered",
+    }
+
+
+def test_a_long_batch_holds_nobody_up_and_is_not_cut_off_as_slow(serve: Callable[..., Any]) -> None:
+    served = serve({"limits": {"request_s": 0.5}})
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(served.ask("POST", "/v1/decide/batch", two_tiers(4_000)))
+    )
+    asking.start()
+    meanwhile = 0
+    while asking.is_alive():
+        served.decide(prompt_tokens=1_000)
+        meanwhile += 1
+    asking.join()
+    assert meanwhile > 20
+    assert answers[0].status == 200
+    assert len(answers[0].body["path"]) == 4_000
+
+
+def test_more_long_batches_than_may_wait_are_told_to_come_back(serve: Callable[..., Any]) -> None:
+    served = serve({})
+    answers: list[Any] = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(served.ask("POST", "/v1/decide/batch", two_tiers(300)))
+        )
+        for _ in range(16)
+    ]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    refused = [answer for answer in answers if answer.status != 200]
+    assert 0 < len(refused) <= 8
+    assert {answer.body["code"] for answer in refused} == {"too_many_requests"}
+    assert all(answer.headers["Retry-After"] == "1" for answer in refused)
+    # Their places are free again.
+    assert served.ask("POST", "/v1/decide/batch", two_tiers(300)).status == 200

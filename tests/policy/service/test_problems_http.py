@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from kvlane.policy.service.app import Endpoint
 from kvlane.policy.service.config import from_fields
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.service import Service
+from kvlane.policy.service.types import DecideRequest
 from kvlane.policy.service.wire import Heads
 
 GOOD: dict[str, Any] = {"prompt_tokens": 1000, "hits": [{"tier": "host", "tokens": 992}]}
@@ -310,3 +313,21 @@ observations = st.fixed_dictionaries(
 @given(records=st.lists(observations, max_size=4) | json_values)
 def test_no_body_makes_observe_fail(endpoint: Endpoint, records: Any) -> None:
     refusal_or_answer(endpoint._on_observe, json.dumps(records).encode())
+
+
+def test_finding_the_field_of_a_large_body_costs_about_what_decoding_it_does() -> None:
+    links: dict[str, Any] = {f"link {number}": {"queued_bytes": 1} for number in range(50)}
+    links["a/b"] = {"queued_bytes": -1}
+    candidates: list[Any] = [{"instance": "a"}] * 50_000
+    raw = json.dumps({"prompt_tokens": 1, "candidates": [*candidates, {"state": {"links": links}}]}).encode()
+    begun = perf_counter()
+    msgspec.json.decode(raw)
+    decoding_s = perf_counter() - begun
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.json.decode(raw, type=DecideRequest)
+    begun = perf_counter()
+    problem = problems.of_decode_error(refused.value, raw, DecideRequest)
+    assert (
+        perf_counter() - begun < 15 * decoding_s
+    )  # each key tried on all of it would be about a hundred times
+    assert problem.pointer == "/candidates/50000/state/links/a~1b/queued_bytes"

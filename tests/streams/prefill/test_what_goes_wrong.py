@@ -180,14 +180,16 @@ class TestQuarantine:
             rig.check_nothing_left(kit)
 
     def test_a_part_that_does_not_start_leaves_the_block_to_the_copies_of_the_one_before(self, toy, kit):
-        class Starting(kit.StuckBackend):
-            def start(self, task, name):
-                if name == "enqueue-disk":
-                    assert self.reached.wait(10)
-                    raise RuntimeError("no thread")
-                super().start(task, name)
+        with kit.StuckBackend(layer=1) as backend:
+            start = backend.start
 
-        with Starting(layer=1) as backend:
+            def starting(task, name):
+                if name == "enqueue-disk":
+                    assert backend.reached.wait(10)
+                    raise RuntimeError("no thread")
+                start(task, name)
+
+            backend.start = starting
             rig = toy.Rig(backend)
             before = rig.sequence.block
             outcome = rig.run(3, ("host", 3, 16), ("disk", 16, 32))
