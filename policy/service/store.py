@@ -268,10 +268,7 @@ def _line(body: bytes) -> bytes:
 def _checked(line: bytes) -> bytes | None:
     """A line's body, None where it is not what its checksum says."""
     mark, sign, body = line[:8], line[8:9], line[9:]
-    try:
-        return body if sign == b" " and int(mark, 16) == zlib.crc32(body) else None
-    except ValueError:
-        return None
+    return body if sign == b" " and mark == b"%08x" % zlib.crc32(body) else None
 
 
 def _write_all(file: int, data: bytes) -> None:
