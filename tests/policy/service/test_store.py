@@ -125,6 +125,21 @@ def test_a_journal_cut_off_anywhere_keeps_what_stands_before_the_cut(
     assert kept(folder) == expected  # and again: setting aside what is torn loses nothing
 
 
+def test_a_checksum_in_other_letters_is_another(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.load()
+    for number in range(20):  # a checksum without letters is one in forty
+        store.note(entry(number))
+    store.write(store.take())
+    store.close()
+    path = next(tmp_path.glob("journal-*"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line[:8].upper() + line[8:] for line in lines))
+    unlike = {f"o{number}" for number, line in enumerate(lines) if line[:8].upper() != line[:8]}
+    assert unlike
+    assert not kept(tmp_path) & unlike
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_bit_turned_in_a_snapshot_sets_it_aside_and_the_journal_is_used(
