@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 LONG = {"prompt_tokens": 12370, "hits": [{"tier": "host", "tokens": 12368}]}
-FLUSH_S = 0.5
+# The default interval. A disk that is busy with others may hold a write up for some tenths of a second.
+FLUSH_S = 1.0
 
 # 20 times in a test run; the script of the soak sets more.
 KILLS = int(os.environ.get("KVLANE_KILLS", "20"))
