@@ -69,7 +69,7 @@ def reproduce(
         from kvlane.bench.calibrate import check_device
         from kvlane.bench.measuring import WrongAnswerError
         from kvlane.bench.reproduce import Options, check, reproduce
-        from kvlane.bench.results import write
+        from kvlane.bench.reproduce_results import write
         from kvlane.bench.shape import Shape
         from kvlane.streams.executor import LoadError
     except ImportError as error:

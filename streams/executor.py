@@ -63,19 +63,26 @@ class _Lane:
     """A tier's copy stream, and the loads that use it."""
 
     stream: Stream
-    loads: set[LayerLoad] = field(default_factory=set)
+    submitting: int = 0  # submissions that are about to use it; changes under the executor's lock only
+    # A dict, for its order: that of a set of objects would differ from run to run.
+    loads: dict[LayerLoad, None] = field(default_factory=dict)
 
     @property
     def stuck(self) -> bool:
         """Whether a load that was given up still has a copy under way: what comes behind it would wait for that."""
         return any(load.lingers for load in tuple(self.loads))
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody gives it anything any more."""
+        return not self.submitting and all(load.settled for load in tuple(self.loads))
+
     def add(self, load: LayerLoad) -> None:
         """Note a load, and forget those that have settled: they hold on to what they copied from."""
-        self.loads.add(load)
+        self.loads[load] = None
         for other in tuple(self.loads):
             if other.settled:
-                self.loads.discard(other)
+                self.loads.pop(other, None)
 
 
 class LayerExecutor:
@@ -92,6 +99,7 @@ class LayerExecutor:
         self._backend = backend
         self.ring = EventRing(backend, ring_sets)
         self._lanes: dict[str, _Lane] = {}
+        self._left: list[_Lane] = []  # stuck; other loads may still be on their way there
         self._lock = threading.Lock()  # never held while the backend is called: it may decide who runs next
         self._closed = False
 
@@ -102,7 +110,7 @@ class LayerExecutor:
         """
         with self._lock:
             self._closed = True
-            lanes, self._lanes = list(self._lanes.values()), {}
+            lanes, self._lanes, self._left = [*self._lanes.values(), *self._left], {}, []
         for lane in lanes:
             self._backend.release(lane.stream)
 
@@ -143,40 +151,65 @@ class LayerExecutor:
         _check_parts(parts, region)
         if self._closed:
             raise KvSafetyError("the executor is closed")
-        lanes = [self._lane(part.tier) for part in parts]
-        load = LayerLoad(
-            self._backend,
-            self.ring,
-            [(part, lane.stream) for part, lane in zip(parts, lanes, strict=True)],
-            destination,
-            region,
-            _groups(region, group_layers),
-            mode=mode,
-            deadline_s=deadline_s,
-        )
-        for lane in lanes:
-            lane.add(load)
-        return load
+        self._release_left()
+        lanes: list[_Lane] = []
+        try:
+            lanes.extend(self._lane(part.tier) for part in parts)
+            load = LayerLoad(
+                self._backend,
+                self.ring,
+                [(part, lane.stream) for part, lane in zip(parts, lanes, strict=True)],
+                destination,
+                region,
+                _groups(region, group_layers),
+                mode=mode,
+                deadline_s=deadline_s,
+            )
+            for lane in lanes:
+                lane.add(load)
+            return load
+        finally:
+            with self._lock:
+                for lane in lanes:
+                    lane.submitting -= 1
+
+    def _release_left(self) -> None:
+        """Give back the streams of lanes that were stuck, once their last load has settled."""
+        with self._lock:
+            left = list(self._left)
+        idle = [lane for lane in left if lane.idle]
+        with self._lock:
+            idle = [lane for lane in idle if lane in self._left and not lane.submitting]
+            self._left = [lane for lane in self._left if lane not in idle]
+        for lane in idle:
+            self._backend.release(lane.stream)
 
     def _lane(self, tier: str) -> _Lane:
         """The tier's lane; a new one in place of one that is stuck."""
         with self._lock:
             found = self._lanes.get(tier)
-        if found is None or found.stuck:
-            fresh = _Lane(self._backend.stream(f"copy-{tier}"))
-            with self._lock:
-                # Another thread may have been here, too, or closed everything.
-                current = self._lanes.get(tier)
-                if not self._closed and current is found:
-                    self._lanes[tier] = fresh
-                    found, spare = fresh, found
-                else:
-                    found, spare = current, fresh
-            if spare is not None:
-                self._backend.release(spare.stream)
-        if found is None or self._closed:
+            if found is not None:
+                found.submitting += 1
+        if found is not None and not found.stuck:
+            return found
+        fresh = _Lane(self._backend.stream(f"copy-{tier}"))
+        with self._lock:
+            if found is not None:
+                found.submitting -= 1
+            # Another thread may have been here, too, or closed everything.
+            current = self._lanes.get(tier)
+            spare = self._closed or current is not found
+            if not spare:
+                self._lanes[tier] = current = fresh
+                if found is not None:
+                    self._left.append(found)
+            if current is not None:
+                current.submitting += 1
+        if spare:
+            self._backend.release(fresh.stream)
+        if current is None:
             raise KvSafetyError("the executor is closed")
-        return found
+        return current
 
 
 def _check_parts(parts: Sequence[StoredRun], region: Region) -> None:

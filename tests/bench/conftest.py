@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kvlane.bench import results, sweep_results
+from kvlane.bench import reproduce_results, sweep_results
 from kvlane.bench.cli import app
 from kvlane.bench.lab import Answer, Ids, Lab
 from kvlane.bench.reproduce import Reproduction
@@ -273,14 +273,14 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
     layers, tokens, reps = 4, 1024, 2
     folder = tmp_path_factory.mktemp("reproduced") / "made" / "by the command"
     written: list[Reproduction] = []
-    really_write = results.write
+    really_write = reproduce_results.write
 
     def write(reproduction: Reproduction, into: Path) -> str:
         written.append(reproduction)
         return really_write(reproduction, into)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(results, "write", write)
+        m.setattr(reproduce_results, "write", write)
         sizes = ("--layers", layers, "--tokens", tokens, "--reps", reps)
         out, err = run_for_real("reproduce", *sizes, "--out", folder)
     return Reproduced(out, err, folder, layers, tokens, reps, written[0])

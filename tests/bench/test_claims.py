@@ -10,7 +10,7 @@ from kvlane.bench.claims import judge
 from kvlane.bench.host import machine
 from kvlane.bench.lab import AloneTimes
 from kvlane.bench.report import render
-from kvlane.bench.results import to_dict
+from kvlane.bench.reproduce_results import to_dict
 
 # Seconds that meet every claim, by scenario and condition; each is predicted exactly.
 SECONDS = {

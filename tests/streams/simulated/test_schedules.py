@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -157,3 +158,11 @@ def test_a_seed_runs_the_same_way_in_another_process(tmp_path):
 
 def test_a_run_says_what_it_saw(host_threads):
     assert ScheduleRun(draw(0), host_threads).run()["answers"] > 0
+
+
+def test_a_load_called_off_takes_no_stream_from_another(sim, host_threads):
+    """The tier's stream is given up for a new one while another sequence's load is still on its way there."""
+    rows = ((sim.request(cancel_after=0.4 * sim.layer_s), sim.request()), (sim.request(),))
+    for seed, compute in product(range(60), ("thread", "stream")):
+        schedule = sim.schedule(seed=seed, compute=compute, stall=0.1, quarantine_blocks=3, requests=rows)
+        ScheduleRun(schedule, host_threads).run()
