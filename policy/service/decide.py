@@ -51,13 +51,15 @@ class _Work:
 
 
 class Made(msgspec.Struct, frozen=True, gc=False):
-    """A decision as far as it is remembered: to score what became of it, and to end what it booked."""
+    """A decision as far as it is remembered: to score what became of it, and to end what it booked. `links` are those
+    that its `tiers` are loaded over, one for each."""
 
     deployment: str
     path: Path
     ttft_s: float
     load_tokens: int
     unit: int
+    tiers: tuple[str, ...]
     links: tuple[LinkKey, ...]
     request_id: str | None
 
@@ -275,12 +277,19 @@ class Desk:
         links: tuple[LinkKey, ...] = ()
         if gist.tiers:
             tiers = deployment.told.machine.tiers
-            links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
+            links = tuple([work.place.link(tiers[tier].link) for tier in gist.tiers])
             if self.breakers:
-                for link in links:
+                for link in set(links):
                     self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
         self.made[decision_id] = Made(
-            deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
+            deployment.name,
+            gist.path,
+            gist.ttft_s,
+            gist.load_tokens,
+            gist.unit,
+            gist.tiers,
+            links,
+            request_id,
         )
         if len(self.made) > self.limits.remembered:
             self.made.popitem(last=False)
