@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvlane.policy.errors import InputError
+from kvlane.policy.joining import Joined
 from kvlane.policy.plan import Estimate, Path, Plan
 from kvlane.policy.units import show_seconds
 
@@ -84,17 +85,19 @@ class Verdict:
         return f"{verdict} ({plan.executor} executor)"
 
 
-def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Estimate | None = None) -> float:
+def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Joined | None = None) -> float:
     """Seconds for which an estimate keeps the device, which others keep busy for `busy_s` before.
 
-    `joined` is the estimate, if any, whose load is another request's: it is waited for outside the pass.
+    `joined` is what waits, outside the pass, for another request's load.
     """
-    if plan.executor == "bulk" or not estimate.load or estimate is joined:
+    if joined is not None and estimate is joined.estimate:
+        return joined.device_s
+    if plan.executor == "bulk" or not estimate.load:
         return estimate.compute_s
     return estimate.ttft_s - busy_s
 
 
-def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = None) -> Verdict:
+def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Joined | None = None) -> Verdict:
     """Chooses anew among the estimates of `plan`, writes the choice into it, and says by what.
 
     A near-tie goes to the steadier path: one of what comes after the device's queue, which all paths wait for.
@@ -117,7 +120,7 @@ def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = 
     order: tuple[Path, ...] = _STEADIEST_FIRST
     if joined is not None:
         # What is on its way already is steadier than what has yet to queue.
-        order = ("recompute", joined.path, *order)
+        order = ("recompute", joined.estimate.path, *order)
     path = next(path for path in order if path in costs and (costs[path] == best or costs[path] < within))
     chosen = plan.estimates[path]
     assert chosen is not None

@@ -69,7 +69,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         executor=plan.executor,
         ttft_s=plan.ttft_s,
         exposed_s=plan.exposed_s,
-        joined=found.joined is not None,
+        joined=found.joined,
         device_busy_s=found.request.device_busy_s,
         meets_slo=None if slo_s is None else plan.ttft_s <= slo_s,
         estimates=Estimates(

@@ -54,8 +54,9 @@ class TransferParams(_Answer):
 class Advice(_Answer):
     """What an instance should do.
 
-    `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for an equal one in
-    flight instead of moving the same bytes again. `meets_slo` is null where no objective was given.
+    `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for one of the same prefix
+    in flight, as far as that goes, instead of moving the same bytes again. `meets_slo` is null where no objective was
+    given.
     """
 
     path: Path
