@@ -55,7 +55,7 @@ class _Work:
     booking: Booking | None = None
 
 
-class Made(msgspec.Struct, frozen=True, gc=False):
+class Made(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A decision as far as it is remembered: to score what became of it, and to end what it booked. `links` are those
     that its `tiers` are loaded over, one for each."""
 
@@ -197,6 +197,12 @@ class Desk:
             self.promises.give(asked, answer, now + lifetime_s)
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
+
+    def keep(self, decision_id: str, made: Made) -> None:
+        """Remembers a decision; the oldest goes where there are too many."""
+        self.made[decision_id] = made
+        if len(self.made) > self.limits.remembered:
+            self.made.popitem(last=False)
 
     def release(self, decision_id: str) -> bool:
         """Ends what a decision booked; False when there is no such decision (any more)."""
@@ -342,7 +348,7 @@ class Desk:
             if self.breakers:
                 for link in set(links):
                     self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
-        self.made[decision_id] = Made(
+        made = Made(
             deployment.name,
             gist.path,
             gist.ttft_s,
@@ -352,8 +358,7 @@ class Desk:
             links,
             request_id,
         )
-        if len(self.made) > self.limits.remembered:
-            self.made.popitem(last=False)
+        self.keep(decision_id, made)
         cells = self.cells.deployment(deployment.name).paths
         chosen = cells[gist.path]
         one_more(chosen.by_tier, "+".join(gist.tiers))

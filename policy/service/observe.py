@@ -89,6 +89,7 @@ class Intake:
                 continue
             self.remember(record.observation_id)
             if isinstance(record, RequestObservation):
+                self.desk.made.pop(record.decision_id, None)
                 self.desk.ledger.release(record.decision_id, monotonic(), arrived=record.outcome == "ok")
             elif entry.deployment in self.learners:
                 learner = self.learners[entry.deployment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future, get_running_loop
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -18,7 +19,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
+class Promise:
+    """An answer, to whom asks with a body of that digest, until then."""
+
     digest: bytes
     answer: bytes
     until_s: float
@@ -29,7 +32,7 @@ class Promises:
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, _Promise] = OrderedDict()
+        self._kept: OrderedDict[str, Promise] = OrderedDict()
         self._bytes = 0
         self._begun: dict[str, tuple[bytes, Future[bytes | None]]] = {}
 
@@ -68,8 +71,17 @@ class Promises:
     def give(self, asked: DecideRequest, answer: bytes, until_s: float) -> None:
         """Answers the request's id so until then."""
         assert asked.request_id is not None
-        self._kept[asked.request_id] = _Promise(_digest(asked), answer, until_s)
-        self._bytes += len(answer)
+        self.keep(asked.request_id, Promise(_digest(asked), answer, until_s))
+
+    def all(self) -> Iterator[tuple[str, Promise]]:
+        """All as they are now, the oldest first, those that are over among them; to be gone through in any thread."""
+        return zip(list(self._kept), list(self._kept.values()), strict=True)
+
+    def keep(self, request_id: str, promise: Promise) -> None:
+        """Takes one as it is."""
+        self.forget(request_id)
+        self._kept[request_id] = promise
+        self._bytes += len(promise.answer)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             self._bytes -= len(self._kept.popitem(last=False)[1].answer)
 
