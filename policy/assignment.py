@@ -78,13 +78,19 @@ class Assignment:
             return reason
         if not self.own:
             return f"{reason}; the load joins an equal one in flight"
-        tokens = self.plan.load_tokens - sum(segment.tokens for segment in self.own)
-        return f"{reason}; {tokens} of the tokens join a load in flight"
+        return f"{reason}; {self.joined_tokens} of the tokens join a load in flight"
 
     @property
     def joined(self) -> bool:
         """Whether it waits for another request's load."""
         return bool(self.joins)
+
+    @property
+    def joined_tokens(self) -> int:
+        """How many of the tokens it loads come with the loads that it waits for."""
+        if not self.joins:
+            return 0
+        return self.plan.load_tokens - sum([segment.tokens for segment in self.own])
 
     def booking(
         self, planner: Planner, *, prefix_id: str | None = None, seen: Seen = NOTHING_SEEN

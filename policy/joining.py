@@ -171,7 +171,7 @@ def waiting(planner: Planner, request: Request, flights: Flights, band: float) -
         ttft_s=max(remaining, request.device_busy_s + front) + compute,
         compute_s=front + compute,
         transfer_s=remaining,
-        load=tuple(load),
+        load=_runs(load),
         front_s=front,
         band=band,
     )
@@ -248,12 +248,11 @@ def _extended(
     """Both together. A pass that waits for its own layers keeps the device meanwhile; what is in flight is waited for
     before it begins."""
     arrived_s = max(waited.transfer_s, more.transfer_s)
-    load = sorted((*waited.load, *more.load), key=_first)
     estimate = replace(
         more,
         path="load" if more.path == "load" else "split",
         transfer_s=arrived_s,
-        load=tuple(load),
+        load=_runs(sorted((*waited.load, *more.load), key=_first)),
         band=max(waited.band, more.band),
     )
     if planner.executor == "bulk":
@@ -261,6 +260,16 @@ def _extended(
     ready_s = 0.0 if more.front_s else waited.transfer_s
     device_s = max(estimate.compute_s, estimate.ttft_s - max(request.device_busy_s, ready_s))
     return Joined(estimate, joins, device_s, ready_s, more.load)
+
+
+def _runs(load: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
+    """The same in as few runs as it can be said."""
+    runs: list[LoadSegment] = []
+    for part in load:
+        if runs and runs[-1].tier == part.tier and runs[-1].end == part.start:
+            part = replace(runs[-1], end=part.end, bytes=runs.pop().bytes + part.bytes)
+        runs.append(part)
+    return tuple(runs)
 
 
 def _first(segment: LoadSegment) -> int:

@@ -55,8 +55,8 @@ class Advice(_Answer):
     """What an instance should do.
 
     `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for one of the same prefix
-    in flight, as far as that goes, instead of moving the same bytes again. `meets_slo` is null where no objective was
-    given.
+    in flight, and `joined_tokens` how many of the load's tokens come with it: the others it moves itself. `meets_slo`
+    is null where no objective was given.
     """
 
     path: Path
@@ -81,6 +81,7 @@ class Advice(_Answer):
     notes: tuple[str, ...]
     reason: str
     kv_transfer_params: TransferParams | UnsetType = UNSET
+    joined_tokens: int = 0
 
 
 class Choice(Advice, kw_only=True):

@@ -89,6 +89,34 @@ def test_a_load_over_both_is_joined_as_one(service: Service, clock: Clock) -> No
     assert decided(service, prefix_id="p", instance="b")["joined"] is False
 
 
+def test_what_a_load_in_flight_lacks_is_loaded_beside_it_and_said_so(clock: Clock) -> None:
+    """Behind a longer queue more is worth loading: each moves what those before it left out."""
+    slow = {"links": {"net-400": {"rate": "3 GB/s"}}}
+    chat = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm", **slow}
+    service = Service(from_fields({"deployments": [chat]}))
+    one = {"executor": "layered", "instance": "a", "prefix_id": "p", "reserve": True}
+    hits = [{"tier": "remote", "tokens": 16_000}]
+    alone, first, *others = [decided(service, **one, hits=hits) for _ in range(10)]
+    assert alone["path"] == "recompute"
+    assert (first["joined"], first["joined_tokens"]) == (False, 0)
+    assert 0 < first["load_tokens"] < 16_000
+    known = first["load_tokens"]
+    for answer in others:
+        assert answer["joined"]
+        assert answer["joined_tokens"] == known
+        known = max(known, answer["load_tokens"])
+        (part,) = answer["load"]
+        assert (part["tier"], part["start"], part["end"]) == ("remote", 0, answer["load_tokens"])
+        if answer["load_tokens"] > answer["joined_tokens"]:
+            assert f"{answer['joined_tokens']} of the tokens join" in answer["reason"]
+    assert known == 16_000
+    assert set(service.cells.deployment("chat").paths["load"].by_tier) == {"remote"}
+    moved = sum(nbytes for _, nbytes in service.desk.ledger.links(clock.now).values())
+    assert moved == pytest.approx(
+        decided(service, hits=hits, executor="bulk")["estimates"]["load"]["load_bytes"]
+    )
+
+
 def test_it_is_counted_once_under_both_tiers_and_scored_as_one(service: Service, clock: Clock) -> None:
     answer = decided(service)
     load = service.cells.deployment("chat").paths["load"]
