@@ -12,7 +12,7 @@ from typing import Protocol
 from kvlane.policy.booking import Booking, Join, LinkKey, Load, LoadKey, Scope, link_key
 from kvlane.policy.joining import Flying, Joined, join
 from kvlane.policy.objective import SOONEST, Aim, Verdict, choose, device_s
-from kvlane.policy.plan import LoadSegment, Plan, Request
+from kvlane.policy.plan import Estimate, LoadSegment, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.units import LONGEST_S
 
@@ -164,15 +164,17 @@ def assign(
     """
     plan = planner.decide(request)
     joined: Joined | None = None
+    instead_of: Estimate | None = None
     if prefix_id is not None:
         joined = join(ledger, planner, request, plan, place.instance, prefix_id, now)
         if joined is not None:
+            instead_of = plan.estimates[joined.estimate.path]
             plan.estimates[joined.estimate.path] = joined.estimate
             plan.unavailable.pop(joined.estimate.path, None)
     busy_s = request.device_busy_s
     verdict = None
     if joined is not None or not aim.plain:
-        verdict = choose(plan, aim, busy_s, joined)
+        verdict = choose(plan, aim, busy_s, joined, instead_of)
     chosen = plan.estimates[plan.path]
     assert chosen is not None
     if joined is not None and chosen is joined.estimate:

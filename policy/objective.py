@@ -97,10 +97,18 @@ def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Joined | Non
     return estimate.ttft_s - busy_s
 
 
-def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Joined | None = None) -> Verdict:
+def choose(
+    plan: Plan,
+    aim: Aim,
+    busy_s: float = 0.0,
+    joined: Joined | None = None,
+    instead_of: Estimate | None = None,
+) -> Verdict:
     """Chooses anew among the estimates of `plan`, writes the choice into it, and says by what.
 
     A near-tie goes to the steadier path: one of what comes after the device's queue, which all paths wait for.
+    `instead_of` is the estimate whose place `joined` has taken: no choice is later than that by more than a near-tie,
+    either.
     """
     found = [estimate for estimate in plan.estimates.values() if estimate is not None]
     objective: Objective = aim.objective
@@ -108,20 +116,26 @@ def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Joined | None = No
         meeting = [estimate for estimate in found if estimate.high_s <= aim.ttft_slo_s]
         found = meeting or found
         objective = "ttft" if not meeting else "device_time" if objective == "ttft" else objective
-    costs: dict[Path, float] = {}
-    for estimate in found:
-        cost = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
+
+    def cost(estimate: Estimate) -> float:
+        seconds = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
         if objective != "ttft":
             beside = 1 if objective == "device_time" else aim.beside
-            cost += beside * device_s(plan, estimate, busy_s, joined)
-        costs[estimate.path] = cost
-    best = min(costs.values())
+            seconds += beside * device_s(plan, estimate, busy_s, joined)
+        return seconds
+
+    costs = {estimate.path: cost(estimate) for estimate in found}
+    least = min(costs, key=lambda path: costs[path])
+    best = costs[least]
+    if instead_of is not None and objective == "ttft":
+        best = min(best, cost(instead_of))
     within = best * (1 + plan.tie_margin)
     order: tuple[Path, ...] = _STEADIEST_FIRST
     if joined is not None:
         # What is on its way already is steadier than what has yet to queue.
         order = ("recompute", joined.estimate.path, *order)
-    path = next(path for path in order if path in costs and (costs[path] == best or costs[path] < within))
+    near = (path for path in order if path in costs and (costs[path] == best or costs[path] < within))
+    path = next(near, least)
     chosen = plan.estimates[path]
     assert chosen is not None
     plan.take(chosen)
