@@ -159,6 +159,7 @@ class Desk:
             works.append(self._work(deployment, planner, asked, spot, ("candidates", index), now, seen))
         order = sorted(range(len(works)), key=lambda index: works[index].gist.ttft_s)
         if seen is not None:
+            yield  # what follows takes a turn of its own
             now = monotonic()
             again: set[int] = set()
             while order[0] not in again and len(again) < _MOST_AGAIN:
