@@ -335,7 +335,7 @@ def test_a_reload_takes_new_deployments_and_keeps_the_ledger_and_what_was_learnt
     serve: Callable[..., Any], write_toml: Callable[..., None], tmp_path: Path
 ) -> None:
     served = serve({})
-    served.decide(**LONG, instance="a", reserve=True)
+    served.decide(prompt_tokens=1 << 20, instance="a", reserve=True)  # minutes, however long a reload takes
     served.observe(prefill("x"))
     more = [
         {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm", "executor": "layered"},
