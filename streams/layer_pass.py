@@ -60,13 +60,15 @@ class LayerPass:
         """Return when work given to the compute stream may read the layer's KV.
 
         Raises:
-            LoadError: it did not arrive.
+            LoadError: it did not arrive, or another layer is known not to.
             PrefillCancelledError: nobody wants it any more.
         """
-        if self._load is not None and self._load.mode == "layered" and self._load.awaits(layer):
-            self._reached[layer] = self._record()
-            self._load.hold(layer)
-            self._resumed[layer] = self._record()
+        if self._load is not None and self._load.mode == "layered":
+            if self._load.awaits(layer):
+                self._reached[layer] = self._record()
+                self._load.hold(layer)
+                self._resumed[layer] = self._record()
+            self._load.check()
         self._check_wanted()
 
     def end(self, layer: int) -> None:

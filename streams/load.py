@@ -85,6 +85,19 @@ class LayerLoad:
         group = self._group_of.get(layer)
         return group is not None and group not in self._held
 
+    def check(self) -> None:
+        """That the load may still come to a good end: compute that went on over layers which did arrive, and met the
+        missing one only when it got there, would have to begin again from later on.
+
+        Raises:
+            LoadError: it has failed, or has not arrived before its deadline.
+        """
+        if self._errors:
+            raise self._errors[0]
+        if len(self._held) < len(self._groups) and not self._left():
+            for group in range(len(self._groups)):
+                self._await(group)
+
     def hold(self, layer: int) -> None:
         """Return once a layer's KV is there: what is given to the compute stream from now on may read it.
 

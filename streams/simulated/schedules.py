@@ -296,16 +296,17 @@ class ScheduleRun:
             self.backend.report("unreported", f"{fault} was reported as {outcome.failures[0]}")
 
     def _check_time(self, request: RequestDraw, runs: list[FaultyRun], outcome: Outcome[Answer]) -> None:
-        """No request takes longer than its deadline, the passes beside the load, and a recompute.
+        """No request takes longer than its deadline and a recompute, and the layer computed when the deadline passed.
 
-        A pass goes on over layers that arrived in time, and comes only then to the one that did not.
+        What a front computed meanwhile is kept, so that it is no part of the recompute.
         """
         schedule = self.schedule
         if not schedule.timed or schedule.costs != HostCosts():
             return
         tokens = self.prompts[request.prompt].tokens
         most = request.deadline_s + schedule.pass_s(tokens) + 0.6 * LAYER_S + self._seeded.stalled_s
-        most += schedule.pass_s(runs[0].start) + schedule.pass_s(tokens - runs[-1].end)
+        start, end = runs[-1].end, tokens
+        most += max(schedule.seconds(layer, start, end) for layer in range(schedule.layout.layers))
         if schedule.compute == "stream":
             # What was given to the device before is still ahead of a recompute.
             served = sum(len(requests) for requests in schedule.requests)

@@ -477,6 +477,16 @@ class TestTime:
         schedule = sim.schedule(sim.request(fault=Fault("stuck", 1, 100.0), deadline_s=0.01))
         check(schedule, take_away, ["late"], timed=(True,))
 
+    def test_going_on_over_layers_that_arrived(self, sim, check):
+        """The last layer never comes, and compute gets to it long after the deadline."""
+
+        def take_away(patch):
+            patch.setattr(LayerLoad, "check", lambda self: None)
+
+        layers = sim.schedule().layout.layers
+        stuck = sim.request(fault=Fault("stuck", layers - 1, 100.0), deadline_s=0.5 * sim.layer_s, loaded=0.1)
+        check(sim.schedule(stuck), take_away, ["late"], computes=("thread",), timed=(True,))
+
     def test_a_load_given_up_for_nothing(self, sim, check):
         def take_away(patch):
             hold = LayerLoad.hold
