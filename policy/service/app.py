@@ -17,6 +17,7 @@ from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
+from kvlane.policy.service.pages import Pages
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.service import Service
 from kvlane.policy.service.wire import JSON, Connection, Heads, Reply, fields
@@ -123,6 +124,7 @@ class Endpoint:
         self._heads = heads
         self._in_flight = 0
         self._long = LongBatches()
+        self._pages = Pages()
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
@@ -156,7 +158,12 @@ class Endpoint:
         try:
             gate = self.service.gate
             gate.check_host(request)
-            route = self._routes.get((request.method, request.raw_path)) or self._find(request)
+            route = self._routes.get((request.method, request.raw_path))
+            if route is None:
+                page = self._pages.reply(request, self._heads, keep_alive=self._stays(request))
+                if page is not None:
+                    return page
+                route = self._find(request)
             operation = route.operation
             if operation.observes:
                 gate.check_observer(request)
@@ -197,8 +204,12 @@ class Endpoint:
             self._heads.head(status, content_type),
             answer,
             extra,
-            keep_alive=request.keep_alive and request.version >= HttpVersion11 and not self.draining,
+            keep_alive=self._stays(request),
         )
+
+    def _stays(self, request: web.BaseRequest) -> bool:
+        """Whether the connection stays for another request."""
+        return request.keep_alive and request.version >= HttpVersion11 and not self.draining
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
         """A refusal's body and its header lines."""
