@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.pages import Pages
@@ -92,6 +93,13 @@ OPERATIONS = (
         "What the deployments are decided by, and how old it is.",
         gives=answers.Calibrations,
     ),
+    Operation(
+        "GET",
+        "/v1/live",
+        "live",
+        "What goes on: decisions, outcomes, link queues, what was refused last.",
+        gives=answers.LiveAnswer,
+    ),
     Operation("GET", "/healthz", "healthz", "Whether the process answers.", gives=answers.Health, open=True),
     Operation(
         "GET",
@@ -125,6 +133,7 @@ class Endpoint:
         self._in_flight = 0
         self._long = LongBatches()
         self._pages = Pages()
+        self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
@@ -137,6 +146,7 @@ class Endpoint:
             "models": lambda _: _encode(report.models(self._served())),
             "machines": lambda _: _encode(report.machines(self._served())),
             "calibration": lambda _: _encode(report.calibrations(service.intake.learners.values(), time())),
+            "live": lambda _: self._live.snapshot(),
             "healthz": lambda _: b'{"status":"ok"}',
             "readyz": self._on_ready,
             "openapi": lambda _: _encode(document(OPERATIONS, needs_token=service.gate.needs_token)),
