@@ -6,6 +6,7 @@ A planner holds everything that does not change between requests; `decide` is pu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -107,6 +108,13 @@ class Planner:
             text = f"{row.engine} {row.dtype} reaches {row.efficiency:.1%} of peak: {row.origin}"
             self._prefill_from = Parameter(row.source, text)
         self.cost = PathCost(self.prefill, executor)
+
+    def over(self, links: Mapping[str, Link]) -> Planner:
+        """The same planner on the same machine, but for these links, which replace those of their names."""
+        other = copy(self)
+        other.machine = replace(self.machine, links={**self.machine.links, **links})
+        other._transfers = {}
+        return other
 
     def decide(self, request: Request) -> Plan:
         """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
