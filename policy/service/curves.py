@@ -14,20 +14,23 @@ from kvlane.policy.errors import InputError
 from kvlane.policy.plan import Executor, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.service.answers import Curves
-from kvlane.policy.service.columns import LongBatches
 from kvlane.policy.service.decide import Desk
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.problems import ProblemError, of_input_error
+from kvlane.policy.service.turns import LongAnswers
 from kvlane.policy.service.types import LONGEST_PROMPT, CurvesRequest
 from kvlane.policy.units import LONGEST_S
 
 _encode = msgspec.json.Encoder().encode
 
-# A chart is nobody's request: whoever asks for a decision meanwhile waits for a point or two.
-_TURN_S = 0.0005
+
+def in_turns() -> LongAnswers:
+    """A chart is nobody's request: whoever asks for a decision meanwhile waits for a point at most, and for none more
+    often than not."""
+    return LongAnswers(turn_s=0.0005, idle=1.0)
 
 
-async def curves(desk: Desk, asked: CurvesRequest, long: LongBatches) -> bytes:
+async def curves(desk: Desk, asked: CurvesRequest, long: LongAnswers) -> bytes:
     """The answer as JSON; raises `ProblemError` with a pointer to the field."""
     deployment = desk.deployment(asked.deployment)
     tier = _tier(deployment, asked.tier)
@@ -54,7 +57,7 @@ async def curves(desk: Desk, asked: CurvesRequest, long: LongBatches) -> bytes:
         crossover_note="",
     )
     chunk = deployment.settings.prefill_chunk_tokens
-    await long.finish(_points(found, planner, asked, unit, chunk), _TURN_S)
+    await long.finish(_points(found, planner, asked, unit, chunk))
     return _encode(found)
 
 
