@@ -14,8 +14,8 @@ from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
-from kvlane.policy.service.columns import decide_columns
-from kvlane.policy.service.curves import curves, in_turns
+from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.curves import Charts, curves
 from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
@@ -23,7 +23,6 @@ from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.pages import Pages
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.service import Service
-from kvlane.policy.service.turns import LongAnswers
 from kvlane.policy.service.wire import JSON, Connection, Heads, Reply, fields
 
 log = logging.getLogger("kvlane.serve")
@@ -156,8 +155,8 @@ class Endpoint:
         self.draining = False
         self._heads = heads
         self._in_flight = 0
-        self._batches = LongAnswers()
-        self._charts = in_turns()
+        self._long = LongBatches()
+        self._charts = Charts()
         self._pages = Pages()
         self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
@@ -321,7 +320,7 @@ class Endpoint:
         return await curves(self.service.desk, _decoded(self._curves, body), self._charts)
 
     async def _on_batch(self, body: bytes) -> bytes:
-        return await decide_columns(self.service.desk, _decoded(self._batch, body), self._batches)
+        return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)
 
     def _on_observe(self, body: bytes) -> bytes:
         records = _decoded(self._observe, body)
