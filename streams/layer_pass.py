@@ -64,11 +64,10 @@ class LayerPass:
             LoadError: it did not arrive, or another layer is known not to.
             PrefillCancelledError: nobody wants it any more.
         """
-        if self._load is not None and self._load.mode == "layered":
-            if self._load.awaits(layer):
-                self._reached[layer] = self._record()
-                self._load.hold(layer)
-                self._resumed[layer] = self._record()
+        if self._load is not None and self._load.mode == "layered" and self._load.awaits(layer):
+            self._reached[layer] = self._record()
+            self._load.hold(layer)
+            self._resumed[layer] = self._record()
         self._check_worthwhile()
 
     def end(self, layer: int) -> None:
