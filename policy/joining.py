@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Protocol
 
 from kvlane.policy.booking import InFlight, Join, LoadKey
@@ -17,6 +18,7 @@ from kvlane.policy.model import usable_tokens
 from kvlane.policy.plan import Estimate, LoadSegment, Path, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.search import lowest_maximum
+from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.units import LONGEST_S
 
 
@@ -91,7 +93,7 @@ def _chains(
         flying = [
             (tier, flight)
             for flight in ledger.in_flight(LoadKey(instance, tier, prefix_id), now)
-            if flight.end > request.resident_tokens
+            if flight.end > request.resident_tokens and flight.start < request.hit(tier)
         ]
         if flying:
             listed += flying
@@ -149,7 +151,7 @@ def waiting(planner: Planner, request: Request, flights: Flights, band: float) -
     elif not _whole([flight for _, flight in flights]):
         return None
     begin = max(resident, flights[0][1].start)
-    if not begin < end <= whole or (begin > resident and planner.executor != "two_ended"):
+    if not max(begin, last.start) < end <= whole or (begin > resident and planner.executor != "two_ended"):
         return None
     load: list[LoadSegment] = []
     at = begin
@@ -209,24 +211,33 @@ def _more(planner: Planner, request: Request, waited: Estimate) -> Estimate | No
 
 
 def _front(planner: Planner, request: Request, waited: Estimate) -> Estimate | None:
-    """Loading the end of what lies before a load in flight, while the rest before it is computed."""
+    """Loading the end of what lies before a load in flight, from the tier that is soonest, while the rest before it is
+    computed."""
     resident, begin = request.resident_tokens, waited.start
     prompt, unit, chunk = request.prompt_tokens, request.load_unit_tokens, request.prefill_chunk_tokens
-    tier = waited.load[0].tier
-    transfer = planner.transfer(tier, unit).before(waited.end - begin)
-    transfer = transfer.behind(request.link_queue_s.get(tier, 0.0))
     computes = planner.cost.computes(waited.end, prompt, chunk)
+    points = [resident, *range((resident // unit + 1) * unit, begin, unit)]
 
     def front(at: int) -> float:
         computed = planner.prefill.prefill_s(resident, at - resident, chunk) if at > resident else 0.0
         return request.device_busy_s + computed
 
-    def wait(at: int) -> float:
-        return max(waited.transfer_s, planner.cost.alone_s(transfer, begin - at, computes))
+    ways: list[tuple[float, int, str, TransferCost]] = []
+    for tier in request.hits:
+        if request.hit(tier) < begin:
+            continue
+        transfer = planner.transfer(tier, unit).before(waited.end - begin)
+        transfer = transfer.behind(request.link_queue_s.get(tier, 0.0))
 
-    points = [resident, *range((resident // unit + 1) * unit, begin, unit)]
-    at, held = lowest_maximum(front, wait, points)
+        def wait(at: int, transfer: TransferCost = transfer) -> float:
+            return max(waited.transfer_s, planner.cost.alone_s(transfer, begin - at, computes))
+
+        at, held = lowest_maximum(front, wait, points)
+        ways.append((held, at, tier, transfer))
     rest = waited.compute_s - waited.front_s
+    if not ways:
+        return None
+    held, at, tier, transfer = min(ways, key=itemgetter(0))
     if not _later(planner, request, waited.ttft_s, held + rest):
         return None
     front_s = front(at) - request.device_busy_s

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvlane.policy import Planner, Request, load_machine, load_model
 from kvlane.policy.assignment import Place, assign, queues
-from kvlane.policy.ledger import Ledger
+from kvlane.policy.ledger import Booking, Ledger
 from kvlane.policy.plan import Executor
+from kvlane.policy.timeline import timeline
 
 PROMPT = 12_370
 
@@ -40,8 +41,17 @@ requests = st.tuples(
         (0.0, [("host", 29), ("nvme", 1)], 0, False),
     ],
 )
+# A part of a load that lies beyond what this request knows to be stored there is none to wait for.
+@example(
+    rate=1e9,
+    asked=[
+        (0.0, [("host", 1)], 0, False),
+        (0.0, [("host", 2), ("nvme", 182)], 0, False),
+        (0.0, [("host", 30), ("nvme", 1)], 0, False),
+    ],
+)
 @settings(max_examples=25, deadline=None)
-def test_who_waits_is_no_later_than_alone_and_moves_nothing_that_is_on_its_way(
+def test_who_waits_is_no_later_than_alone_and_moves_nothing_that_it_waits_for(
     model: str, executor: Executor, rate: float, asked: list[tuple[float, list[tuple[str, int]], int, bool]]
 ) -> None:
     machine = load_machine("h100-sxm").with_link_rate(rate)
@@ -61,15 +71,10 @@ def test_who_waits_is_no_later_than_alone_and_moves_nothing_that_is_on_its_way(
         made = assign(ledger, planner, request, place, now, prefix_id="p")
         margin = 1 + planner.tie_margin
         assert made.plan.ttft_s - busy_s <= (alone.plan.ttft_s - busy_s) * margin * (1 + 1e-9)
-        # As far as this request says that it is stored there.
-        flying = [
-            flight
-            for join in made.joins
-            for flight in ledger.in_flight(join.key, now)
-            if flight.end <= request.hit(join.key.tier)
-        ]
-        for part in made.own if made.joins else ():
-            assert not any(flight.start < part.end and part.start < flight.end for flight in flying)
+        # What it waits for it does not move, as far as it says itself that this is stored there.
+        for join in made.joins:
+            end = min(join.end, request.hit(join.key.tier))
+            assert not any(join.start < part.end and part.start < end for part in made.own)
         # What is loaded is one run, from where nothing is resident on or, where the front is computed, after that.
         load = made.plan.load
         assert all(one.end == other.start for one, other in pairwise(load))
@@ -79,6 +84,17 @@ def test_who_waits_is_no_later_than_alone_and_moves_nothing_that_is_on_its_way(
         assert made.joined_tokens == made.plan.load_tokens - (
             made.plan.load_tokens if not made.joins else sum(part.tokens for part in made.own)
         )
+        # Put into time, copy by copy and layer by layer, it takes as long as was said.
+        chosen = made.plan.estimates[made.plan.path]
+        assert chosen is not None
+        awaited = [
+            (join.key.tier, flight.remaining_s)
+            for join in made.joins
+            for flight in ledger.in_flight(join.key, now)
+            if (flight.start, flight.end) == (join.start, join.end)
+        ]
+        told = timeline(planner, request, chosen, own=made.own, joined=awaited)
+        assert told.computes[-1].end_s == pytest.approx(made.plan.ttft_s)
         ledger.reserve(str(number), made.booking(planner, prefix_id="p"), now)
         assert ledger.counts.joins == 0 or ledger.counts.joins >= len(made.joins)
         if ends:
@@ -87,3 +103,31 @@ def test_who_waits_is_no_later_than_alone_and_moves_nothing_that_is_on_its_way(
     for number in range(len(asked)):
         ledger.release(str(number), now)
     assert all(seconds == pytest.approx(0.0, abs=1e-9) for seconds, _ in ledger.links(now).values())
+
+
+@pytest.mark.parametrize("executor", ["bulk", "layered", "two_ended"])
+@given(
+    rate=st.floats(8.5, 11).map(lambda exponent: float(10.0**exponent)),
+    stored=st.dictionaries(
+        st.sampled_from(["host", "nvme", "remote"]), st.integers(1, 772), min_size=1, max_size=3
+    ),
+    busy_s=st.just(0.0) | st.floats(0, 2),
+)
+@settings(max_examples=25, deadline=None)
+def test_equal_requests_at_once_move_every_token_once(
+    executor: Executor, rate: float, stored: dict[str, int], busy_s: float
+) -> None:
+    planner = Planner(
+        load_model("llama-3.1-8b"), load_machine("h100-sxm").with_link_rate(rate), executor=executor
+    )
+    ledger, place = Ledger(), Place("a")
+    ledger.reserve("busy", Booking("a", 1.0, busy_s), 0.0)
+    moved: list[tuple[int, int]] = []
+    for number in range(30):
+        request = Request(PROMPT, {tier: 16 * units for tier, units in stored.items()})
+        waits_s, queued_s = queues(ledger, planner, request.hits, place, 0.0)
+        request = replace(request, device_busy_s=waits_s, link_queue_s=queued_s)
+        made = assign(ledger, planner, request, place, 0.0, prefix_id="p")
+        moved += [(part.start, part.end) for part in made.own]
+        ledger.reserve(str(number), made.booking(planner, prefix_id="p"), 0.0)
+    assert all(one[1] <= other[0] for one, other in pairwise(sorted(moved)))
