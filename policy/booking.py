@@ -35,6 +35,14 @@ class LoadKey(NamedTuple):
     prefix_id: str
 
 
+class Join(NamedTuple):
+    """One load in flight to wait for: the first under `key` that brings the tokens `[start, end)`."""
+
+    key: LoadKey
+    start: int
+    end: int
+
+
 def link_key(link: str, scope: Scope, instance: str, node: str | None = None) -> LinkKey:
     """The key of `link` for an instance: its own, its node's, or the fleet's.
 
@@ -76,7 +84,7 @@ class Booking:
     device_s: float
     device_ready_s: float = 0.0
     loads: tuple[Load, ...] = ()
-    joins: tuple[LoadKey, ...] = ()
+    joins: tuple[Join, ...] = ()
     device_busy_s: float | None = None
     link_queue_s: Mapping[LinkKey, float] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ from kvlane.policy.booking import (
     Booking,
     Counts,
     InFlight,
+    Join,
     LinkKey,
     Load,
     LoadKey,
@@ -38,6 +39,7 @@ __all__ = [
     "Booking",
     "Counts",
     "InFlight",
+    "Join",
     "Ledger",
     "LinkKey",
     "Load",
@@ -128,19 +130,21 @@ class Ledger:
         queue = self._devices.get(instance)
         return 0 if queue is None else queue.turns(self._now)
 
-    def in_flight(self, key: LoadKey, now: float) -> InFlight | None:
-        """The load that may be joined under that key, the one that brings most; None when there is none.
+    def in_flight(self, key: LoadKey, now: float) -> tuple[InFlight, ...]:
+        """The loads that may be joined under that key, of those that bring the same the first.
 
         What should have arrived is resident: whoever asks next says so in `resident_tokens`.
         """
         self.expire(now)
-        flight = self._joinable(key)
-        if flight is None:
-            return None
-        remaining = flight.queue.until_done_s(flight.turn, self._now)
-        load = flight.load
-        load_end = load.end if load.load_end is None else load.load_end
-        return InFlight(load.start, load.end, remaining, len(flight.waiting) - 1, load_end)
+        if key not in self._flights:
+            return ()
+        found = []
+        for flight in self._joinable(key).values():
+            load = flight.load
+            remaining = flight.queue.until_done_s(flight.turn, self._now)
+            load_end = load.end if load.load_end is None else load.load_end
+            found.append(InFlight(load.start, load.end, remaining, len(flight.waiting) - 1, load_end))
+        return tuple(found)
 
     def reserve(self, reservation_id: str, booking: Booking, now: float) -> None:
         """Books it until `release`, or else for max(10 x predicted TTFT, 5 s).
@@ -161,8 +165,8 @@ class Ledger:
         reservation = _Reservation(reservation_id, booking.instance, expires, turn, device, [])
         for link, seconds in booking.link_queue_s.items():
             self._queue(self._links, link).replace(seconds, now)
-        for key in booking.joins:
-            flight = self._joinable(key)
+        for wanted in booking.joins:
+            flight = self._joinable(wanted.key).get((wanted.start, wanted.end))
             if flight is not None:
                 flight.waiting.append(reservation_id)
                 reservation.flights.append(flight)
@@ -286,12 +290,16 @@ class Ledger:
         if not self._flights[key]:
             del self._flights[key]
 
-    def _joinable(self, key: LoadKey) -> _Flight | None:
-        """Of the loads in flight under that key the one that brings most, the first of equals."""
+    def _joinable(self, key: LoadKey) -> dict[tuple[int, int], _Flight]:
+        """The loads in flight under that key by the tokens they bring, the first of equals."""
+        found: dict[tuple[int, int], _Flight] = {}
         for flight in tuple(self._flights.get(key, ())):
-            if flight.queue.until_done_s(flight.turn, self._now) <= 0:
+            flight.queue.turns(self._now)
+            if flight.turn.left_s <= 0:
                 self._land(flight)
-        return max(self._flights.get(key, ()), key=_brings, default=None)
+            else:
+                found.setdefault((flight.load.start, flight.load.end), flight)
+        return found
 
     def _keep(self, reservation: _Reservation) -> None:
         self._live[reservation.id] = reservation
@@ -333,7 +341,3 @@ class Ledger:
         for key, queue in tuple(queues.items()):
             if not queue.turns(self._now) and (not queue.outside_s or len(queues) > self._most):
                 del queues[key]
-
-
-def _brings(flight: _Flight) -> tuple[int, int]:
-    return flight.load.end - flight.load.start, flight.load.end

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvlane.policy.errors import InputError
+from kvlane.policy.joining import Joined
 from kvlane.policy.plan import Estimate, Path, Plan
 from kvlane.policy.units import show_seconds
 
@@ -84,20 +85,30 @@ class Verdict:
         return f"{verdict} ({plan.executor} executor)"
 
 
-def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Estimate | None = None) -> float:
+def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Joined | None = None) -> float:
     """Seconds for which an estimate keeps the device, which others keep busy for `busy_s` before.
 
-    `joined` is the estimate, if any, whose load is another request's: it is waited for outside the pass.
+    `joined` is what waits, outside the pass, for another request's load.
     """
-    if plan.executor == "bulk" or not estimate.load or estimate is joined:
+    if joined is not None and estimate is joined.estimate:
+        return joined.device_s
+    if plan.executor == "bulk" or not estimate.load:
         return estimate.compute_s
     return estimate.ttft_s - busy_s
 
 
-def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = None) -> Verdict:
+def choose(
+    plan: Plan,
+    aim: Aim,
+    busy_s: float = 0.0,
+    joined: Joined | None = None,
+    instead_of: Estimate | None = None,
+) -> Verdict:
     """Chooses anew among the estimates of `plan`, writes the choice into it, and says by what.
 
     A near-tie goes to the steadier path: one of what comes after the device's queue, which all paths wait for.
+    `instead_of` is the estimate whose place `joined` has taken: no choice is later than that by more than a near-tie,
+    either.
     """
     found = [estimate for estimate in plan.estimates.values() if estimate is not None]
     objective: Objective = aim.objective
@@ -105,20 +116,26 @@ def choose(plan: Plan, aim: Aim, busy_s: float = 0.0, joined: Estimate | None = 
         meeting = [estimate for estimate in found if estimate.high_s <= aim.ttft_slo_s]
         found = meeting or found
         objective = "ttft" if not meeting else "device_time" if objective == "ttft" else objective
-    costs: dict[Path, float] = {}
-    for estimate in found:
-        cost = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
+
+    def cost(estimate: Estimate) -> float:
+        seconds = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
         if objective != "ttft":
             beside = 1 if objective == "device_time" else aim.beside
-            cost += beside * device_s(plan, estimate, busy_s, joined)
-        costs[estimate.path] = cost
-    best = min(costs.values())
+            seconds += beside * device_s(plan, estimate, busy_s, joined)
+        return seconds
+
+    costs = {estimate.path: cost(estimate) for estimate in found}
+    least = min(costs, key=lambda path: costs[path])
+    best = costs[least]
+    if instead_of is not None and objective == "ttft":
+        best = min(best, cost(instead_of))
     within = best * (1 + plan.tie_margin)
     order: tuple[Path, ...] = _STEADIEST_FIRST
     if joined is not None:
         # What is on its way already is steadier than what has yet to queue.
-        order = ("recompute", joined.path, *order)
-    path = next(path for path in order if path in costs and (costs[path] == best or costs[path] < within))
+        order = ("recompute", joined.estimate.path, *order)
+    near = (path for path in order if path in costs and (costs[path] == best or costs[path] < within))
+    path = next(near, least)
     chosen = plan.estimates[path]
     assert chosen is not None
     plan.take(chosen)

@@ -50,7 +50,7 @@ def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
         plan.ttft_s,
         plan.load_tokens,
         found.request.load_unit_tokens,
-        tuple([segment.tier for segment in plan.load]),
+        tuple(dict.fromkeys([segment.tier for segment in plan.load])),
         None if rejected is None else rejected.path,
         0.0 if rejected is None else rejected.ttft_s,
     )
@@ -69,7 +69,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         executor=plan.executor,
         ttft_s=plan.ttft_s,
         exposed_s=plan.exposed_s,
-        joined=found.joined is not None,
+        joined=found.joined,
         device_busy_s=found.request.device_busy_s,
         meets_slo=None if slo_s is None else plan.ttft_s <= slo_s,
         estimates=Estimates(
@@ -85,6 +85,7 @@ def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
         notes=plan.notes,
         reason=found.reason,
         kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
+        joined_tokens=found.joined_tokens,
     )
     return _encode(told)
 

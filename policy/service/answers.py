@@ -56,8 +56,9 @@ class TransferParams(_Answer):
 class Advice(_Answer):
     """What an instance should do.
 
-    `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for an equal one in
-    flight instead of moving the same bytes again. `meets_slo` is null where no objective was given.
+    `kv_transfer_params` is absent where no cap is needed. `joined` says that the load waits for one of the same prefix
+    in flight, and `joined_tokens` how many of the load's tokens come with it: the others it moves itself. `meets_slo`
+    is null where no objective was given.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Advice(_Answer):
     notes: tuple[str, ...]
     reason: str
     kv_transfer_params: TransferParams | UnsetType = UNSET
+    joined_tokens: int = 0
 
 
 class Choice(Advice, kw_only=True):

@@ -11,10 +11,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import HttpVersion11, web
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.crowd import Crowds
 from kvlane.policy.service.curves import Charts, curves
 from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.live import Live
@@ -156,6 +158,7 @@ class Endpoint:
         self._heads = heads
         self._in_flight = 0
         self._long = LongBatches()
+        self._crowds = Crowds()
         self._charts = Charts()
         self._pages = Pages()
         self._live = Live(service)
@@ -310,8 +313,11 @@ class Endpoint:
             raise ProblemError("unsupported_media_type", "a body is taken as it is, not compressed")
         return body
 
-    def _on_decide(self, body: bytes) -> bytes:
-        return self.service.desk.decide(_decoded(self._decide, body))
+    def _on_decide(self, body: bytes) -> bytes | Awaitable[bytes]:
+        asked = _decoded(self._decide, body)
+        if asked.candidates is UNSET:
+            return self.service.desk.decide(asked)
+        return self._crowds.decide(self.service.desk, asked)
 
     def _on_what_if(self, body: bytes) -> bytes:
         return what_if(self.service.desk, _decoded(self._what_if, body))

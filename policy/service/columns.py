@@ -14,6 +14,7 @@ from kvlane.policy.errors import InputError
 from kvlane.policy.plan import Executor
 from kvlane.policy.service.answers import Decisions
 from kvlane.policy.service.decide import Desk
+from kvlane.policy.service.line import TURN_S, Line
 from kvlane.policy.service.problems import ProblemError, of_input_error
 from kvlane.policy.service.types import BatchRequest
 
@@ -21,37 +22,24 @@ _encode = msgspec.json.Encoder().encode
 
 _ROW = re.compile(r"(.*)\[(\d+)\]")
 
-# Rows that cannot be priced together are decided one by one: for so long, then others have their turn.
-_TURN_S = 0.005
 # So many such batches may wait for each other.
 _MOST_LONG = 8
 
 
 class LongBatches:
-    """Those that take more than a turn: worked on one at a time, so that they take one turn between them."""
+    """Those whose rows cannot be priced together: worked on one at a time, so that they take one turn between them."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._one = asyncio.Lock()
+        self._line = Line(_MOST_LONG, "batches are decided row by row")
 
     async def finish(self, rest: Iterator[None]) -> None:
         """Goes through what is left in turns; raises `ProblemError` where too many wait."""
-        if self.count >= _MOST_LONG:
-            raise ProblemError(
-                "too_many_requests",
-                "too many batches are decided row by row",
-                headers={"Retry-After": "1"},
-            )
-        self.count += 1
-        try:
-            async with self._one:
-                until = 0.0
-                for _ in rest:
-                    if perf_counter() >= until:
-                        await asyncio.sleep(0)
-                        until = perf_counter() + _TURN_S
-        finally:
-            self.count -= 1
+        async with self._line.place():
+            until = 0.0
+            for _ in rest:
+                if perf_counter() >= until:
+                    await asyncio.sleep(0)
+                    until = perf_counter() + TURN_S
 
 
 async def decide_columns(desk: Desk, asked: BatchRequest, long: LongBatches) -> bytes:
@@ -73,7 +61,7 @@ async def decide_columns(desk: Desk, asked: BatchRequest, long: LongBatches) -> 
             load_unit_tokens=asked.load_unit_tokens or settings.load_unit_tokens,
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
         )
-        until = perf_counter() + _TURN_S
+        until = perf_counter() + TURN_S
         for _ in rest:
             if perf_counter() >= until:
                 await long.finish(rest)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -17,6 +17,7 @@ from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assi
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
 from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
+from kvlane.policy.glimpse import Glimpse
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
@@ -24,6 +25,7 @@ from kvlane.policy.planner import Planner
 from kvlane.policy.service.answer import Gist, choice, decision, gist_of
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
+from kvlane.policy.service.line import TURN_S
 from kvlane.policy.service.metrics import Cells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
@@ -39,6 +41,9 @@ _MOST_WORKED = 1024
 _FAILURES = 3
 _PROBE_AFTER_S = 10.0
 
+# So many candidates are decided once more at the end, where others were answered meanwhile.
+_MOST_AGAIN = 4
+
 _Key = tuple[object, ...]
 
 
@@ -53,14 +58,16 @@ class _Work:
     found: Assignment | None = None
 
 
-class Made(msgspec.Struct, frozen=True, gc=False):
-    """A decision as far as it is remembered: to score what became of it, and to end what it booked."""
+class Made(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A decision as far as it is remembered: to score what became of it, and to end what it booked. `links` are those
+    that its `tiers` are loaded over, one for each."""
 
     deployment: str
     path: Path
     ttft_s: float
     load_tokens: int
     unit: int
+    tiers: tuple[str, ...]
     links: tuple[LinkKey, ...]
     request_id: str | None
 
@@ -73,7 +80,7 @@ class Desk:
         self.breakers = CircuitBreaker(_FAILURES, _PROBE_AFTER_S)
         self.cells = cells
         self.made: OrderedDict[str, Made] = OrderedDict()
-        self._promises = Promises(limits.request_ids)
+        self.promises = Promises(limits.request_ids)
         # Ids of another run must not be taken for this one's.
         self._stem = secrets.token_hex(6) + "-"
         self._numbers = count(1)
@@ -109,22 +116,81 @@ class Desk:
         started = perf_counter()
         now = monotonic()
         if asked.request_id is not None:
-            known = self._promises.kept(asked, now)
+            known = self.promises.kept(asked, now)
             if known is not None:
                 return known
+        if asked.candidates is not UNSET:
+            turns = self.turns(asked)
+            while True:
+                try:
+                    next(turns)
+                except StopIteration as last:
+                    answer: bytes = last.value
+                    return answer
         deployment = self.deployment(asked.deployment)
         executor: Executor = asked.executor or deployment.executor
         planner = deployment.in_force.planners[executor]
-        ranked: list[bytes] | None = None
-        if asked.candidates is UNSET:
-            best = self._work(deployment, planner, asked, asked, (), now)
-            chosen = choice(best.gist.told, deployment.name, best.place.instance)
-        else:
-            works = list(self._each(deployment, planner, asked, now))
-            works.sort(key=_ttft)
-            best = works[0]
-            ranked = [choice(each.gist.told, deployment.name, each.place.instance) for each in works]
-            chosen = ranked[0]
+        best = self._work(deployment, planner, asked, asked, (), now)
+        return self._give(asked, deployment, best, None, now, started)
+
+    def turns(self, asked: DecideRequest, since: float | None = None) -> Generator[None, None, bytes]:
+        """Weighs the candidates, and returns the answer as JSON; wherever it yields others may be answered. `since` is
+        when it was asked for. Raises `ProblemError`.
+
+        All are weighed on the ledger as it is at the beginning. Where others were answered meanwhile, the best is
+        decided once more on the ledger as it is then, until it is no worse than the next: only what was decided on that
+        ledger is booked there.
+        """
+        started = perf_counter()
+        now = monotonic()
+        # What is learnt meanwhile is for those who ask next.
+        deployment = replace(self.deployment(asked.deployment))
+        executor: Executor = asked.executor or deployment.executor
+        planner = deployment.in_force.planners[executor]
+        spots = self._spots(asked)
+        works: list[_Work] = []
+        seen: Glimpse | None = None
+        until = started + TURN_S
+        for index, spot in enumerate(spots):
+            if perf_counter() >= until:
+                if seen is None:
+                    places = [_place(deployment, each) for each in spots[index:]]
+                    links = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}
+                    seen = Glimpse(self.ledger, places, links, asked.prefix_id, now)
+                yield
+                until = perf_counter() + TURN_S
+            works.append(self._work(deployment, planner, asked, spot, ("candidates", index), now, seen))
+        order = sorted(range(len(works)), key=lambda index: works[index].gist.ttft_s)
+        if seen is not None:
+            yield  # what follows takes a turn of its own
+            now = monotonic()
+            again: set[int] = set()
+            while order[0] not in again and len(again) < _MOST_AGAIN:
+                index = order[0]
+                again.add(index)
+                works[index] = self._work(
+                    deployment, planner, asked, spots[index], ("candidates", index), now
+                )
+                order.sort(key=lambda index: works[index].gist.ttft_s)
+            best = next(index for index in order if index in again)
+            order.remove(best)
+            order.insert(0, best)
+        ranked = [
+            choice(works[index].gist.told, deployment.name, works[index].place.instance) for index in order
+        ]
+        return self._give(asked, deployment, works[order[0]], ranked, now, since or started)
+
+    def _give(
+        self,
+        asked: DecideRequest,
+        deployment: Deployment,
+        best: _Work,
+        ranked: list[bytes] | None,
+        now: float,
+        started: float,
+    ) -> bytes:
+        """Books, counts and remembers what was decided, and puts it into words."""
+        chosen = choice(best.gist.told, deployment.name, best.place.instance) if ranked is None else ranked[0]
         decision_id = f"{self._stem}{next(self._numbers):x}"
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
@@ -132,9 +198,15 @@ class Desk:
         answer = decision(chosen, decision_id, lifetime_s if asked.reserve else None, ranked)
         self._remember(decision_id, deployment, best, asked.request_id, now)
         if asked.request_id is not None:
-            self._promises.give(asked, answer, now + lifetime_s)
+            self.promises.give(asked, answer, now + lifetime_s)
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
+
+    def keep(self, decision_id: str, made: Made) -> None:
+        """Remembers a decision; the oldest goes where there are too many."""
+        self.made[decision_id] = made
+        if len(self.made) > self.limits.remembered:
+            self.made.popitem(last=False)
 
     def weigh(self, asked: DecideRequest, deployment: Deployment, now: float) -> tuple[bytes, Assignment]:
         """The `Choice` that `asked` would be answered with on that deployment, as JSON, and what it follows from.
@@ -153,7 +225,7 @@ class Desk:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
         if made is not None and made.request_id is not None:
-            self._promises.forget(made.request_id)
+            self.promises.forget(made.request_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
 
     def left_alone(self, now: float) -> list[LinkKey]:
@@ -164,10 +236,8 @@ class Desk:
             if isinstance(link, LinkKey) and not self.breakers.would_admit(link, now)
         ]
 
-    def _each(
-        self, deployment: Deployment, planner: Planner, asked: DecideRequest, now: float
-    ) -> Iterator[_Work]:
-        """Every candidate assigned; raises `ProblemError`."""
+    def _spots(self, asked: DecideRequest) -> list[Candidate]:
+        """The candidates; raises `ProblemError`."""
         assert asked.candidates is not UNSET
         for name in ("instance", "node", "resident_tokens", "hits", "state"):
             if getattr(asked, name):
@@ -179,8 +249,7 @@ class Desk:
             raise ProblemError(
                 "invalid_value", f"{len(asked.candidates)} are more than {most}", "/candidates"
             )
-        for index, spot in enumerate(asked.candidates):
-            yield self._work(deployment, planner, asked, spot, ("candidates", index), now)
+        return asked.candidates
 
     def _work(
         self,
@@ -190,21 +259,22 @@ class Desk:
         spot: DecideRequest | Candidate,
         base: Where,
         now: float,
+        ledger: Glimpse | None = None,
     ) -> _Work:
-        """What one instance should do, worked out once for all who ask the same; raises `ProblemError`."""
-        place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
+        """What one instance should do, worked out once for all who ask the same, on the ledger or on what was seen of
+        it; raises `ProblemError`."""
+        on = self.ledger if ledger is None else ledger
+        place = _place(deployment, spot)
         notes: list[str] = []
         hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
         seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
-        busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
+        busy_s, queued_s = queues(on, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
-            aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(place, spot.state, now))
+            aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(on, place, spot.state, now))
         unit = asked.load_unit_tokens or deployment.settings.load_unit_tokens
         key: _Key | None = None
-        if aim is SOONEST and not (
-            asked.reserve or notes or checkpoints or (asked.prefix_id and self.ledger)
-        ):
+        if aim is SOONEST and not (asked.reserve or notes or checkpoints or (asked.prefix_id and len(on))):
             key = (
                 planner.executor,
                 asked.prompt_tokens,
@@ -228,7 +298,7 @@ class Desk:
                 link_queue_s=queued_s,
                 device_busy_s=min(busy_s, LONGEST_S),
             )
-            found = assign(self.ledger, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
+            found = assign(on, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
         except InputError as error:
             raise _located(error, spot.hits, base) from None
         if notes:
@@ -275,13 +345,13 @@ class Desk:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
 
-    def _beside(self, place: Place, state: State | None, now: float) -> int:
+    def _beside(self, ledger: Ledger | Glimpse, place: Place, state: State | None, now: float) -> int:
         """Requests that run or wait on the instance."""
         if state is not None and (
             state.num_requests_waiting is not None or state.num_requests_running is not None
         ):
             return (state.num_requests_waiting or 0) + (state.num_requests_running or 0)
-        return self.ledger.waiting(place.instance, now)
+        return ledger.waiting(place.instance, now)
 
     def _remember(
         self, decision_id: str, deployment: Deployment, work: _Work, request_id: str | None, now: float
@@ -291,15 +361,21 @@ class Desk:
         links: tuple[LinkKey, ...] = ()
         if gist.tiers:
             tiers = deployment.told.machine.tiers
-            links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
+            links = tuple([work.place.link(tiers[tier].link) for tier in gist.tiers])
             if self.breakers:
-                for link in links:
+                for link in set(links):
                     self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
-        self.made[decision_id] = Made(
-            deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
+        made = Made(
+            deployment.name,
+            gist.path,
+            gist.ttft_s,
+            gist.load_tokens,
+            gist.unit,
+            gist.tiers,
+            links,
+            request_id,
         )
-        if len(self.made) > self.limits.remembered:
-            self.made.popitem(last=False)
+        self.keep(decision_id, made)
         cells = self.cells.deployment(deployment.name).paths
         chosen = cells[gist.path]
         one_more(chosen.by_tier, "+".join(gist.tiers))
@@ -308,8 +384,8 @@ class Desk:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
 
 
-def _ttft(work: _Work) -> float:
-    return work.gist.ttft_s
+def _place(deployment: Deployment, spot: DecideRequest | Candidate) -> Place:
+    return Place(spot.instance or deployment.name, spot.node, deployment.scopes)
 
 
 def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:

@@ -29,12 +29,17 @@ def what_if(desk: Desk, asked: WhatIfRequest) -> bytes:
     plan = found.plan
     estimate = plan.estimates[plan.path]
     assert estimate is not None
-    flights = [(key.tier, desk.ledger.in_flight(key, now)) for key in found.joins]
+    flights = [
+        (join.key.tier, flight.remaining_s)
+        for join in found.joins
+        for flight in desk.ledger.in_flight(join.key, now)
+        if (flight.start, flight.end) == (join.start, join.end)
+    ]
     told = timeline(
         deployment.in_force.planners[plan.executor],
         found.request,
         estimate,
-        own=() if found.joins else plan.load,
-        joined=[(tier, flight.remaining_s) for tier, flight in flights if flight is not None],
+        own=found.own,
+        joined=flights,
     )
     return b'%b,"timeline":%b}' % (chosen[:-1], _encode(told))

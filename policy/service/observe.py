@@ -8,6 +8,7 @@ from time import monotonic
 
 import msgspec
 
+from kvlane.policy.booking import LinkKey
 from kvlane.policy.errors import InputError
 from kvlane.policy.service.answers import Observed, Refused
 from kvlane.policy.service.decide import Desk, Made
@@ -91,6 +92,7 @@ class Intake:
                 continue
             self.remember(record.observation_id)
             if isinstance(record, RequestObservation):
+                self.desk.made.pop(record.decision_id, None)
                 self.desk.ledger.release(record.decision_id, monotonic(), arrived=record.outcome == "ok")
             elif entry.deployment in self.learners:
                 learner = self.learners[entry.deployment]
@@ -129,7 +131,9 @@ class Intake:
     def _outcome(self, record: RequestObservation) -> str | None:
         """Ends what the decision booked, and scores it where it was followed; the deployment's name."""
         desk, now = self.desk, monotonic()
-        made = desk.made.pop(record.decision_id, None)
+        made = desk.made.get(record.decision_id)
+        blamed: set[LinkKey] = set() if made is None else _blamed(record, made)
+        desk.made.pop(record.decision_id, None)
         booked = desk.ledger.release(record.decision_id, now, arrived=record.outcome == "ok")
         if made is None:
             if not booked:
@@ -138,10 +142,10 @@ class Intake:
         cells = desk.cells.deployment(made.deployment)
         if record.outcome == "load_failed":
             count(cells.fallbacks, "load_failed")
-            for link in made.links:
+            for link in blamed:
                 desk.breakers.failed(link, now)
         elif record.outcome == "ok" and record.loaded_tokens > 0:
-            for link in made.links:
+            for link in set(made.links):
                 desk.breakers.succeeded(link)
         if record.path_taken != made.path:
             count(cells.fallbacks, "not_followed")
@@ -152,6 +156,19 @@ class Intake:
             path.scored_predicted_s += made.ttft_s
             path.error.observe(abs(made.ttft_s - record.ttft_s) / record.ttft_s)
         return made.deployment
+
+
+def _blamed(record: RequestObservation, made: Made) -> set[LinkKey]:
+    """The links that a failed load is put down to: that of the tier named, or all of them. Raises `_RefusedError` for
+    a tier that nothing was to be loaded from."""
+    if record.tier is None:
+        return set(made.links)
+    if record.tier not in made.tiers:
+        tiers = ", ".join(made.tiers) or "none"
+        raise _RefusedError(
+            "not_decided", "tier", f"{record.tier!r} is no tier of this decision, which loads from {tiers}"
+        )
+    return {made.links[made.tiers.index(record.tier)]}
 
 
 def _as_decided(record: RequestObservation, made: Made) -> bool:

@@ -165,9 +165,9 @@ class Running:
         try:
             await asyncio.to_thread(store.prepare)
             begun = monotonic()
-            snapshot = self.service.snapshot()
+            snapshot, parts = self.service.snapshot()
             taken_s = monotonic() - begun
-            await asyncio.to_thread(store.save, snapshot)
+            await asyncio.to_thread(store.save, snapshot, parts)
         except OSError as error:
             log.error("the snapshot cannot be written: %s", error)
         return taken_s

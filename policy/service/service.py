@@ -16,10 +16,12 @@ from kvlane.policy.calibration_record import Record
 from kvlane.policy.errors import InputError
 from kvlane.policy.ledger import Ledger
 from kvlane.policy.service import deployments as deployed
+from kvlane.policy.service import kept
 from kvlane.policy.service.auth import Gate, gate
 from kvlane.policy.service.config import Settings
 from kvlane.policy.service.decide import Desk
 from kvlane.policy.service.deployments import Deployment
+from kvlane.policy.service.kept import Part
 from kvlane.policy.service.learn import Learner
 from kvlane.policy.service.metrics import Cells, gauge
 from kvlane.policy.service.observe import Intake
@@ -44,6 +46,7 @@ class Service:
         self.store = None if settings.state_dir is None else Store(Path(settings.state_dir))
         self.unwritten = False
         self._dirty = False
+        self._newest: str | None = None
         self.intake = Intake(self.desk, {}, self._note)
         self.intake.learners = {each.name: Learner(each) for each in _distinct(found)}
         if self.store is not None:
@@ -102,20 +105,25 @@ class Service:
     @property
     def to_keep(self) -> bool:
         """Whether something changed since the last snapshot."""
-        return self._dirty or len(self.desk.ledger) > 0
+        newest = next(reversed(self.desk.made), None)
+        return self._dirty or newest != self._newest or len(self.desk.ledger) > 0
 
-    def snapshot(self) -> Snapshot:
-        """Everything as it is now, and the journal begun that goes on from here."""
+    def snapshot(self) -> tuple[Snapshot, Iterator[Part]]:
+        """Everything as it is now, its parts to be put together in any thread; the journal begun that goes on from
+        here."""
         assert self.store is not None
         self._dirty = False
-        return Snapshot(
+        self._newest = next(reversed(self.desk.made), None)
+        now = monotonic()
+        snapshot = Snapshot(
             format="kvlane-state/1",
             at_s=time(),
             journal=self.store.next_journal(),
             deployments={name: _learnt(learner) for name, learner in self.intake.learners.items()},
             seen=list(self.intake.seen),
-            ledger=self.desk.ledger.snapshot(monotonic()),
+            ledger=self.desk.ledger.snapshot(now),
         )
+        return snapshot, kept.taken(self.desk, now)
 
     def gauges(self) -> Iterator[Metric]:
         """What is asked for at a scrape: queues, reservations, the age of calibrations."""
@@ -158,8 +166,10 @@ class Service:
         if self.store is not None:
             self.store.note(entry)
 
-    def _restore(self, snapshot: Snapshot | None, entries: list[Entry]) -> None:
+    def _restore(self, snapshot: Snapshot | None, parts: list[Part], entries: list[Entry]) -> None:
         if snapshot is not None:
+            elapsed_s = max(0.0, time() - snapshot.at_s)
+            kept.restore(self.desk, parts, monotonic(), elapsed_s)
             for name, learnt in snapshot.deployments.items():
                 if name in self.intake.learners:
                     deployment = self.intake.learners[name].deployment
@@ -167,7 +177,6 @@ class Service:
             for observation_id in snapshot.seen:
                 self.intake.remember(observation_id)
             if snapshot.ledger is not None:
-                elapsed_s = max(0.0, time() - snapshot.at_s)
                 try:
                     self.desk.ledger = Ledger.restore(
                         snapshot.ledger,
@@ -181,7 +190,11 @@ class Service:
         if snapshot is not None or entries:
             log.info(
                 "restored",
-                extra={"journal_entries": len(entries), "reservations": len(self.desk.ledger)},
+                extra={
+                    "journal_entries": len(entries),
+                    "reservations": len(self.desk.ledger),
+                    "decisions": len(self.desk.made),
+                },
             )
             self._dirty = True
 

@@ -1,5 +1,6 @@
 """What survives a restart: a snapshot, written whole or not at all, and a journal of what was acknowledged since.
 
+After the snapshot's line come parts on lines of their own; one that is torn costs no other.
 A journal's lines are flushed at an interval. Taking a snapshot begins the next journal first and removes the older
 ones last, so that at every moment the snapshot and the journals after it hold everything. Each carries checksums; what
 does not match its own is set aside under another name, and never stops a start.
@@ -17,15 +18,19 @@ from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from time import sleep
+from typing import Literal, TypeVar
 
 import msgspec
 
 from kvlane.policy.booking import SavedLedger
 from kvlane.policy.errors import InputError
+from kvlane.policy.service.kept import Part
 from kvlane.policy.service.types import Observation, PrefillObservation, TransferObservation
 
 log = logging.getLogger("kvlane.serve")
+
+T = TypeVar("T")
 
 _LARGEST_BYTES = 1 << 30
 _MOST_TORN = 10
@@ -64,7 +69,11 @@ class Entry(msgspec.Struct, frozen=True):
 
 Lines = list[tuple[int, bytes]]
 
+# Who writes many parts lets others have the interpreter after each.
+_BREATH_S = 0.0005
+
 _snapshots = msgspec.json.Decoder(Snapshot)
+_parts = msgspec.json.Decoder(Part)
 _entries = msgspec.json.Decoder(Entry)
 _encode = msgspec.json.Encoder().encode
 
@@ -102,11 +111,11 @@ class Store:
                 "state_dir", f"{folder} is in use by another process", "a folder for each process"
             ) from None
 
-    def load(self) -> tuple[Snapshot | None, list[Entry]]:
-        """The last snapshot and what the journals hold after it; begins a new journal."""
+    def load(self) -> tuple[Snapshot | None, list[Part], list[Entry]]:
+        """The last snapshot with its parts, and what the journals hold after it; begins a new journal."""
         for draft in self.folder.glob(".snapshot-*"):
             draft.unlink(missing_ok=True)
-        snapshot = self._read_snapshot()
+        snapshot, parts = self._read_snapshot()
         first = 0 if snapshot is None else snapshot.journal
         numbers = self._journals()
         entries: list[Entry] = []
@@ -116,7 +125,7 @@ class Store:
         self._journal = max([first, *numbers])
         self.prepare()
         self.next_journal()
-        return snapshot, entries
+        return snapshot, parts, entries
 
     def note(self, entry: Entry) -> None:
         """Takes an acknowledged observation; the next `write` of what is taken makes it last."""
@@ -174,12 +183,15 @@ class Store:
             for file in retired:
                 os.close(file)
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, parts: Iterable[Part] = ()) -> None:
         """Puts a snapshot in the place of the last one and removes the journals it holds; raises OSError."""
         raw = _encode(snapshot)
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".snapshot-", delete=False) as file:
             try:
                 file.write(_line(raw))
+                for part in parts:
+                    file.write(_line(_encode(part)))
+                    sleep(_BREATH_S)
                 file.flush()
                 os.fsync(file.fileno())
                 Path(file.name).replace(self.folder / "snapshot.json")
@@ -234,23 +246,26 @@ class Store:
         finally:
             os.close(folder)
 
-    def _read_snapshot(self) -> Snapshot | None:
+    def _read_snapshot(self) -> tuple[Snapshot | None, list[Part]]:
         path = self.folder / "snapshot.json"
         try:
             raw = path.read_bytes() if path.stat().st_size <= _LARGEST_BYTES else b""
         except FileNotFoundError:
-            return None
+            return None, []
         except OSError as error:
             log.warning("snapshot cannot be read and is not used: %s", error.strerror)
-            return None
-        body = _checked(raw.rstrip(b"\n"))
-        try:
-            if body is not None:
-                return _snapshots.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
-        self._set_aside(path)
-        return None
+            return None, []
+        first, *others = raw.rstrip(b"\n").split(b"\n")
+        snapshot = _decoded(_snapshots, first)
+        if snapshot is None:
+            self._set_aside(path)
+            return None, []
+        parts = [_decoded(_parts, line) for line in others]
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts):
+            lost = len(parts) - len(whole)
+            log.warning("%d parts of %s are torn, and the others are used", lost, path.name)
+        return snapshot, whole
 
     def _read_journal(self, number: int) -> list[Entry]:
         path = self._path(number)
@@ -264,14 +279,11 @@ class Store:
         for line in raw.split(b"\n"):
             if not line:
                 continue
-            body = _checked(line)
-            try:
-                if body is None:
-                    torn = True
-                else:
-                    entries.append(_entries.decode(body))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            entry = _decoded(_entries, line)
+            if entry is None:
                 torn = True
+            else:
+                entries.append(entry)
         if torn:
             self._set_aside(path)
             # What could be read must outlive the next restart too, also without a snapshot.
@@ -299,6 +311,17 @@ class Store:
 
 def _line(body: bytes) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
+    """What a line holds, None where it is torn or of another kind."""
+    body = _checked(line)
+    if body is None:
+        return None
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _checked(line: bytes) -> bytes | None:

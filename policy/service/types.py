@@ -189,7 +189,11 @@ class PrefillObservation(_Observed, frozen=True, tag="prefill"):
 
 
 class RequestObservation(_Observed, frozen=True, tag="request"):
-    """What became of a decision: what was done, and the TTFT it had."""
+    """What became of a decision: what was done, and the TTFT it had.
+
+    `tier` says of a decision that loads from several which of them failed, so that only its link is held to account;
+    without it all are.
+    """
 
     observation_id: Name
     decision_id: Name
@@ -197,6 +201,7 @@ class RequestObservation(_Observed, frozen=True, tag="request"):
     loaded_tokens: Tokens
     ttft_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     outcome: Literal["ok", "cancelled", "load_failed"] = "ok"
+    tier: Name | None = None
 
 
 Observation = TransferObservation | PrefillObservation | RequestObservation

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvlane.policy import InputError, Planner, Request, load_machine, load_model
 from kvlane.policy.assignment import Assignment, Place, Seen, assign, queues
-from kvlane.policy.ledger import Booking, Ledger, Load, LoadKey
+from kvlane.policy.ledger import Booking, Join, Ledger, Load, LoadKey
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
 from kvlane.policy.plan import Executor, Path
 from kvlane.policy.units import show_seconds
@@ -98,6 +100,19 @@ def test_a_hundred_at_once_are_within_five_percent_of_the_best_assignment(
     assert mean <= 1.05 * least_mean_ttft(planner, 100, devices, stored)
 
 
+def as_served(requests: Sequence[tuple[float, float]]) -> float:
+    """The sum of TTFTs on one device which takes the first request that has all its KV; of each when that is, and what
+    it computes then."""
+    waiting, now, total = list(requests), 0.0, 0.0
+    while waiting:
+        now = max(now, min(ready for ready, _ in waiting))
+        turn = next(turn for turn in waiting if turn[0] <= now)
+        waiting.remove(turn)
+        now += turn[1]
+        total += now
+    return total
+
+
 @pytest.mark.parametrize("stored", [STORED, 4_096])
 @pytest.mark.parametrize("rate", [0.5e9, 5e9, 25e9, 50e9, 200e9])
 def test_what_is_predicted_for_a_hundred_is_about_what_happens(rate: float, stored: int) -> None:
@@ -111,15 +126,8 @@ def test_what_is_predicted_for_a_hundred_is_about_what_happens(rate: float, stor
         assert estimate is not None
         link_s += planner.transfer("host", 16).total_s(each.plan.load_tokens)
         waiting.append((link_s if each.plan.load else 0.0, estimate.compute_s))
-    now = total = 0.0
-    while waiting:
-        now = max(now, min(ready for ready, _ in waiting))
-        turn = next(turn for turn in waiting if turn[0] <= now)
-        waiting.remove(turn)
-        now += turn[1]
-        total += now
     predicted = sum(each.plan.ttft_s for each in made)
-    assert predicted == pytest.approx(total, rel=0.1)
+    assert predicted == pytest.approx(as_served(waiting), rel=0.1)
 
 
 def test_without_the_ledger_all_of_them_load_and_the_link_collapses() -> None:
@@ -142,7 +150,7 @@ def forced(made: Assignment, path: Path) -> Assignment | None:
     busy_s = made.request.device_busy_s
     choose(plan, SOONEST, busy_s)
     ready_s = estimate.transfer_s if plan.executor == "bulk" else 0.0
-    return replace(made, plan=plan, device_s=device_s(plan, estimate, busy_s), ready_s=ready_s)
+    return replace(made, plan=plan, own=plan.load, device_s=device_s(plan, estimate, busy_s), ready_s=ready_s)
 
 
 def test_a_near_tie_by_the_whole_ttft_would_not_be_within_five_percent() -> None:
@@ -167,10 +175,15 @@ def test_a_near_tie_by_the_whole_ttft_would_not_be_within_five_percent() -> None
     executor=st.sampled_from(("bulk", "layered")),
     stored=st.integers(40, 770).map(lambda units: 16 * units),
 )
-@settings(max_examples=12)
-def test_a_few_are_near_the_best_of_every_sequence_of_choices(
+@example(rate=4.976e9, executor="bulk", stored=4_720)
+@example(rate=3.446e9, executor="bulk", stored=4_960)
+@settings(max_examples=20)
+def test_a_few_are_within_five_percent_of_every_sequence_of_choices_but_for_the_first_s(
     rate: float, executor: Executor, stored: int
 ) -> None:
+    """The first finds everything idle and takes what is soonest for it; nobody has told it who comes behind. Of five
+    that can cost 12 % (a recompute a little sooner than a load keeps the other four waiting), of a hundred nothing that
+    would show. With its choice in hindsight, all others are taken as they come."""
     planner = planner_at(rate, executor)
     request = Request(PROMPT, {"host": stored})
 
@@ -188,10 +201,15 @@ def test_a_few_are_near_the_best_of_every_sequence_of_choices(
                 sums.append(made.plan.ttft_s + least(fleet.ledger, left - 1))
         return min(sums)
 
-    fleet = Fleet(planner)
-    total = sum(fleet.assign(request=request).plan.ttft_s for _ in range(5))
-    # With few of them one near-tie, and the queue it makes longer for the others, is a larger part of the whole.
-    assert total <= 1.08 * least(Ledger(), 5)
+    sums = []
+    for path in PATHS:
+        fleet = Fleet(planner)
+        first = forced(fleet.assign(request=request, books=False), path)
+        if first is not None:
+            fleet.ledger.reserve("first", first.booking(planner), 0.0)
+            others = sum(fleet.assign(request=request).plan.ttft_s for _ in range(4))
+            sums.append(first.plan.ttft_s + others)
+    assert min(sums) <= 1.05 * least(Ledger(), 5)
 
 
 class TestJoining:
@@ -199,7 +217,7 @@ class TestJoining:
     def test_a_hundred_with_one_prefix_are_one_load_and_ninety_nine_joins(self, rate: float) -> None:
         fleet = Fleet(planner_at(rate))
         assigned = [fleet.assign("the same") for _ in range(100)]
-        assert [made.joined is not None for made in assigned] == [False] + [True] * 99
+        assert [made.joined for made in assigned] == [False] + [True] * 99
         assert ["joins an equal one" in made.reason for made in assigned] == [False] + [True] * 99
         assert {made.plan.load_tokens for made in assigned} == {STORED}
         copy = fleet.planner.transfer("host", 16).total_s(STORED)
@@ -213,19 +231,135 @@ class TestJoining:
 
     def test_on_other_devices_it_is_another_load(self) -> None:
         fleet = Fleet(planner_at(200e9), devices=2)
-        joined = Counter(fleet.assign("the same").joined is not None for _ in range(10))
+        joined = Counter(fleet.assign("the same").joined for _ in range(10))
         assert joined == {False: 2, True: 8}
 
     def test_by_layer_a_join_waits_outside_the_pass(self) -> None:
-        fleet = Fleet(planner_at(25e9, "layered"))
+        fleet = Fleet(planner_at(50e9, "layered"))
         first, second = fleet.assign("the same"), fleet.assign("the same")
-        assert first.joined is None
-        assert second.joined is not None
+        assert (first.joined, second.joined) == (False, True)
         # The first is held while its layers arrive, the second computes only.
         assert (first.ready_s, first.device_s) == (0.0, first.plan.ttft_s)
         estimate = second.plan.estimates[second.plan.path]
         assert estimate is not None
         assert (second.ready_s, second.device_s) == (estimate.transfer_s, estimate.compute_s)
+
+    @pytest.mark.parametrize("executor", ["bulk", "layered", "two_ended"])
+    @pytest.mark.parametrize("rate", [0.3e9, 1e9, 2e9, 5e9, 12e9, 25e9])
+    @pytest.mark.parametrize("stored", [STORED, 4_096])
+    def test_on_a_slow_link_they_are_one_load_too_which_grows_while_it_is_worth_it(
+        self, rate: float, executor: Executor, stored: int
+    ) -> None:
+        fleet = Fleet(planner_at(rate, executor))
+        planner, request = fleet.planner, Request(PROMPT, {"host": stored})
+        moved: list[tuple[int, int]] = []
+        assigned = []
+        for _ in range(100):
+            # By the model nobody who joins would be better off by more than the margin with a load of their own.
+            alone = fleet.assign(f"another {fleet.number}", request=request, books=False)
+            made = fleet.assign("the same", request=request)
+            busy_s = made.request.device_busy_s
+            assert made.plan.ttft_s - busy_s <= (alone.plan.ttft_s - busy_s) * (1 + planner.tie_margin)
+            moved += [(part.start, part.end) for part in made.own]
+            assigned.append(made)
+        # No token is moved twice, and what is moved is one run.
+        moved.sort()
+        assert all(one[1] == other[0] for one, other in pairwise(moved))
+        link = fleet.places[0].link(planner.machine.tier("host").link)
+        one = planner.transfer("host", 16)
+        extra_s = (len(moved) - 1) * one.link.latency_s
+        assert fleet.ledger.link_queue_s(link, 0.0) <= one.total_s(stored) + extra_s + 1e-9
+        # Those before the first load recompute, those after it all join.
+        first = next(number for number, made in enumerate(assigned) if made.own)
+        assert all(made.plan.path == "recompute" for made in assigned[:first])
+        assert not assigned[first].joined
+        assert all(made.joined for made in assigned[first + 1 :])
+
+    @pytest.mark.parametrize("rate", [0.3e9, 1e9, 2e9, 4e9, 12e9])
+    def test_one_load_that_grows_is_no_worse_than_the_best_time_to_load_everything_at_once(
+        self, rate: float
+    ) -> None:
+        fleet = Fleet(planner_at(rate))
+        planner = fleet.planner
+        transfer = planner.transfer("host", 16)
+        link_s, arrives = 0.0, {}
+        waiting = []
+        for _ in range(100):
+            made = fleet.assign("the same")
+            for part in made.own:
+                link_s += transfer.total_s(part.tokens)
+                arrives[part.start, part.end] = link_s
+            awaited = [
+                *((join.start, join.end) for join in made.joins),
+                *((p.start, p.end) for p in made.own),
+            ]
+            estimate = made.plan.estimates[made.plan.path]
+            assert estimate is not None
+            waiting.append((max((arrives[each] for each in awaited), default=0.0), estimate.compute_s))
+        # So many recompute, then one loads everything and all others wait for it.
+        copy = transfer.total_s(STORED)
+        rest, whole = planner.cost.recompute_s(STORED, PROMPT), planner.cost.recompute_s(0, PROMPT)
+        bests = [
+            as_served([(0.0, whole)] * before + [(copy, rest)] * (100 - before)) for before in range(101)
+        ]
+        assert as_served(waiting) <= 1.05 * min(bests)
+
+    def test_what_a_load_in_flight_lacks_is_loaded_beside_it(self) -> None:
+        executors: tuple[Executor, ...] = ("bulk", "layered")
+        for executor in executors:
+            fleet = Fleet(planner_at(2e9, executor))
+            made = self.flight(fleet, 0, 8_000, request=Request(PROMPT, {"host": STORED}, device_busy_s=0.0))
+            if executor == "bulk":
+                assert not made.own  # an idle device computes the rest sooner than the link brings it
+            fleet = Fleet(planner_at(2e9, executor))
+            busy = Booking(fleet.places[0].instance, 1.0, 2.0)
+            fleet.ledger.reserve("busy", busy, 0.0)
+            made = self.flight(fleet, 0, 8_000, request=Request(PROMPT, {"host": STORED}))
+            assert (made.plan.path, made.plan.load_tokens) == ("load", STORED)
+            assert [(part.start, part.end) for part in made.own] == [(8_000, STORED)]
+            assert "8000 of the tokens join a load in flight" in made.reason
+            (load,) = made.booking(fleet.planner, prefix_id="p").loads
+            assert (load.start, load.end) == (8_000, STORED)
+            rest = fleet.planner.cost.recompute_s(STORED, PROMPT)
+            assert made.plan.ttft_s == pytest.approx(2.0 + rest)
+            # Both are waited for by whoever comes next, and both go when nobody waits any more.
+            after = fleet.assign("p")
+            assert [(join.start, join.end) for join in after.joins] == [(0, 8_000), (8_000, STORED)]
+            assert not after.own
+            link = fleet.places[0].link(fleet.planner.machine.tier("host").link)
+            for name in ("ahead", "1", "2"):
+                assert fleet.ledger.link_queue_s(link, 0.0) > 0
+                fleet.ledger.release(name, 0.0)
+            assert fleet.ledger.link_queue_s(link, 0.0) == 0.0
+
+    def test_by_layer_the_device_is_kept_while_what_is_loaded_beside_a_join_arrives(self) -> None:
+        fleet = Fleet(planner_at(5e9, "layered"))
+        fleet.assign("the same")
+        made = fleet.assign("the same")
+        assert made.joined
+        assert made.own
+        flying = fleet.ledger.in_flight(made.joins[0].key, 0.0)[0]
+        begun_s = max(made.request.device_busy_s, flying.remaining_s)
+        assert made.ready_s == flying.remaining_s
+        assert made.device_s == pytest.approx(made.plan.ttft_s - begun_s)
+
+    def test_windows_and_states_go_on_from_a_load_that_is_whole(self) -> None:
+        cases: tuple[tuple[str, Request, int], ...] = (
+            ("gpt-oss-20b", Request(PROMPT, {"host": STORED}), 8_000),
+            (
+                "qwen3-next-80b-a3b",
+                Request(PROMPT, {"host": STORED}, state_checkpoints=(4_096, 8_192, 12_288)),
+                8_192,
+            ),
+        )
+        for model, request, end in cases:
+            fleet = Fleet(planner_at(1e9, model=model))
+            fleet.ledger.reserve("busy", Booking(fleet.places[0].instance, 1.0, 20.0), 0.0)
+            made = self.flight(fleet, 0, end, request=request)
+            assert [part.start for part in made.own] == [end]
+            after = fleet.assign("p", request=request)
+            assert len(after.joins) == 2
+            assert after.plan.load_tokens == made.plan.load_tokens
 
     def flight(self, fleet: Fleet, start: int, end: int, *, request: Request) -> Assignment:
         """How `request` is assigned while tokens `[start, end)` of its prefix arrive in a millisecond."""
@@ -240,33 +374,33 @@ class TestJoining:
         request = Request(PROMPT, {"host": STORED})
         made = self.flight(Fleet(planner_at(1e9)), 0, 8_000, request=request)
         assert (made.plan.path, made.plan.load_tokens) == ("split", 8_000)
-        assert made.joined is not None
+        assert made.joined
 
     def test_more_in_flight_than_is_usable_fits_where_layers_keep_everything(self) -> None:
         request = Request(PROMPT, {"host": 8_000})
         made = self.flight(Fleet(planner_at(1e9)), 0, STORED, request=request)
         assert (made.plan.path, made.plan.load_tokens) == ("load", 8_000)
-        assert made.joined is not None
+        assert made.joined
         # A window's layers move only what lies before the load's end.
         windowed = planner_at(1e9, model="gpt-oss-20b")
-        assert self.flight(Fleet(windowed), 0, STORED, request=request).joined is None
-        assert self.flight(Fleet(windowed), 0, 8_000, request=request).joined is not None
+        assert self.flight(Fleet(windowed), 0, STORED, request=request).joined is False
+        assert self.flight(Fleet(windowed), 0, 8_000, request=request).joined
 
     def test_a_gap_after_the_resident_tokens_is_not_joined(self) -> None:
         request = Request(PROMPT, {"host": STORED}, resident_tokens=1_000)
         fleet = Fleet(planner_at(1e9))
-        assert self.flight(fleet, 2_000, STORED, request=request).joined is None
+        assert self.flight(fleet, 2_000, STORED, request=request).joined is False
         fleet = Fleet(planner_at(1e9))
-        assert self.flight(fleet, 500, STORED, request=request).joined is not None
+        assert self.flight(fleet, 500, STORED, request=request).joined
 
     def test_a_state_is_joined_only_where_it_was_stored(self) -> None:
         planner = planner_at(1e9, model="qwen3-next-80b-a3b")
         request = Request(PROMPT, {"host": STORED}, state_checkpoints=(4_096, 8_192))
         made = self.flight(Fleet(planner), 0, 8_192, request=request)
-        assert (made.plan.path, made.plan.load_tokens, made.joined is not None) == ("load", 8_192, True)
+        assert (made.plan.path, made.plan.load_tokens, made.joined) == ("load", 8_192, True)
         made = self.flight(Fleet(planner), 0, 4_096, request=request)
-        assert (made.plan.path, made.plan.load_tokens, made.joined is not None) == ("split", 4_096, True)
-        assert self.flight(Fleet(planner), 0, 6_144, request=request).joined is None
+        assert (made.plan.path, made.plan.load_tokens, made.joined) == ("split", 4_096, True)
+        assert self.flight(Fleet(planner), 0, 6_144, request=request).joined is False
 
     def test_a_load_of_its_own_that_is_sooner_is_made(self) -> None:
         fleet = Fleet(planner_at(200e9))
@@ -274,7 +408,7 @@ class TestJoining:
         slow = place.link("another")
         load = Load(slow, 5.0, 1.0, LoadKey(place.instance, "host", "p"), 0, STORED)
         fleet.ledger.reserve("ahead", Booking(place.instance, 1.0, 0.0, loads=(load,)), 0.0)
-        assert fleet.assign("p").joined is None
+        assert fleet.assign("p").joined is False
 
 
 class TestJoiningTwoTiers:
@@ -291,7 +425,7 @@ class TestJoiningTwoTiers:
         assert first.joins == ()
         for made in others:
             assert made.plan.load == first.plan.load
-            assert [key.tier for key in made.joins] == ["host", "remote"]
+            assert [join.key.tier for join in made.joins] == ["host", "remote"]
             assert made.booking(fleet.planner, prefix_id="the same").loads == ()
         # What is booked is what the plan says copies take, also of layers that keep a window only.
         chosen = first.plan.estimates[first.plan.path]
@@ -324,17 +458,19 @@ class TestJoiningTwoTiers:
                 fleet.ledger.reserve(tier, Booking(instance, 1.0, 0.0, loads=(load,)), 0.0)
             hits = {"host": 4_000, "remote": STORED}
             made = fleet.assign("p", request=Request(PROMPT, {tier: hits[tier] for tier in tiers}))
-            assert made.joins == (LoadKey(instance, "remote", "p"),)
+            assert made.joins == (Join(LoadKey(instance, "remote", "p"), 0, 8_000),)
             assert [(each.tier, each.end) for each in made.plan.load] == [("remote", 8_000)]
 
     @pytest.mark.parametrize("rate", [2e9, 5e9, 10e9])
     def test_of_a_hundred_with_one_prefix_that_compute_the_front_nearly_all_join(self, rate: float) -> None:
         fleet = Fleet(planner_at(rate, "two_ended"))
-        first, second, *others = [fleet.assign("the same") for _ in range(100)]
-        assert first.plan.load[0].start > 0
-        assert (bool(second.joins), second.plan.load) == (True, first.plan.load)
-        # Behind a long device queue more is worth loading: each load that brings more is then joined in its turn.
-        assert sum(not made.joins for made in others) < 15
+        first, *others = [fleet.assign("the same") for _ in range(100)]
+        begin = first.plan.load[0].start
+        assert begin > 0
+        assert all(made.joined for made in others)
+        # Behind a longer device queue more of the front is worth loading, as long as there is any left to load.
+        assert others[0].own[0].end == begin
+        assert not any(made.own for made in others[20:])
 
     def test_what_lies_before_a_load_in_flight_is_computed_meanwhile_by_who_can(self) -> None:
         cases: tuple[tuple[Executor, int], ...] = (("two_ended", 1), ("layered", 0))

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvlane.policy import InputError
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, SavedLedger
-from kvlane.policy.ledger import Booking, Ledger, LinkKey, Load, LoadKey, link_key
+from kvlane.policy.ledger import Booking, Join, Ledger, LinkKey, Load, LoadKey, link_key
 
 HOST = link_key("pcie", "device", "a")
 NAS = link_key("nas", "fleet", "a")
@@ -150,55 +150,58 @@ class TestJoins:
         ledger = Ledger()
         ledger.reserve("ahead", booking(0.0, load(1.0)), 0.0)
         ledger.reserve("first", booking(0.1, load(2.0, PREFIX)), 0.0)
-        flight = ledger.in_flight(PREFIX, 0.5)
-        assert flight is not None
+        (flight,) = ledger.in_flight(PREFIX, 0.5)
         assert (flight.start, flight.end, flight.remaining_s, flight.joins) == (0, 64, 2.5, 0)
         for name in range(99):
-            ledger.reserve(f"joins {name}", booking(0.1, joins=(PREFIX,)), 0.5)
+            ledger.reserve(f"joins {name}", booking(0.1, joins=(Join(PREFIX, 0, 64),)), 0.5)
         assert ledger.link_queue_s(HOST, 0.5) == 2.5
-        flight = ledger.in_flight(PREFIX, 0.5)
-        assert flight is not None
+        (flight,) = ledger.in_flight(PREFIX, 0.5)
         assert (flight.remaining_s, flight.joins, ledger.counts.joins) == (2.5, 99, 99)
 
     @pytest.mark.parametrize("other", [("b", "host", "p"), ("a", "disk", "p"), ("a", "host", "q")])
     def test_only_an_equal_instance_tier_and_prefix_is_joined(self, other: tuple[str, str, str]) -> None:
         ledger = Ledger()
         ledger.reserve("first", booking(0.1, load(2.0, PREFIX)), 0.0)
-        assert ledger.in_flight(LoadKey(*other), 0.0) is None
+        assert ledger.in_flight(LoadKey(*other), 0.0) == ()
 
     def test_what_should_have_arrived_or_named_no_prefix_is_not_joined(self) -> None:
         ledger = Ledger()
         ledger.reserve("first", booking(0.1, load(2.0, PREFIX), load(1.0)), 0.0)
-        assert ledger.in_flight(PREFIX, 1.99) is not None
-        assert ledger.in_flight(PREFIX, 2.0) is None
+        assert ledger.in_flight(PREFIX, 1.99) != ()
+        assert ledger.in_flight(PREFIX, 2.0) == ()
 
     def test_a_load_goes_on_for_those_who_joined_it(self) -> None:
         ledger = Ledger()
         ledger.reserve("first", booking(0.1, load(2.0, PREFIX)), 0.0)
-        ledger.reserve("second", booking(0.1, joins=(PREFIX,)), 0.0)
+        ledger.reserve("second", booking(0.1, joins=(Join(PREFIX, 0, 64),)), 0.0)
         ledger.release("first", 0.5)
         assert ledger.link_queue_s(HOST, 0.5) == 1.5
-        assert ledger.in_flight(PREFIX, 0.5) is not None
+        assert ledger.in_flight(PREFIX, 0.5) != ()
         ledger.release("second", 1.0)
         assert ledger.link_queue_s(HOST, 1.0) == 0.0
-        assert ledger.in_flight(PREFIX, 1.0) is None
+        assert ledger.in_flight(PREFIX, 1.0) == ()
 
     def test_a_load_that_arrived_early_is_over_for_all(self) -> None:
         ledger = Ledger()
         ledger.reserve("first", booking(0.1, load(2.0, PREFIX)), 0.0)
-        ledger.reserve("second", booking(0.1, joins=(PREFIX,)), 0.0)
+        ledger.reserve("second", booking(0.1, joins=(Join(PREFIX, 0, 64),)), 0.0)
         ledger.release("second", 0.5, arrived=True)
         assert ledger.link_queue_s(HOST, 0.5) == 0.0
-        assert ledger.in_flight(PREFIX, 0.5) is None
+        assert ledger.in_flight(PREFIX, 0.5) == ()
         assert ledger.release("first", 0.6)
 
-    def test_of_two_loads_of_a_prefix_the_one_that_brings_more_is_joined(self) -> None:
+    def test_of_loads_that_bring_the_same_the_first_is_joined_and_of_others_the_one_named(self) -> None:
         ledger = Ledger()
         ledger.reserve("more", booking(0.1, load(2.0, PREFIX, end=64)), 0.0)
         ledger.reserve("less", booking(0.1, load(1.0, PREFIX, end=32)), 0.0)
-        flight = ledger.in_flight(PREFIX, 0.0)
-        assert flight is not None
-        assert flight.end == 64
+        ledger.reserve("again", booking(0.1, load(1.0, PREFIX, end=64)), 0.0)
+        found = ledger.in_flight(PREFIX, 0.0)
+        assert [(flight.end, flight.remaining_s) for flight in found] == [(64, 2.0), (32, 3.0)]
+        ledger.reserve("waits", booking(0.1, joins=(Join(PREFIX, 0, 32),)), 0.0)
+        assert [flight.joins for flight in ledger.in_flight(PREFIX, 0.0)] == [0, 1]
+        # One that is not in flight (any more) is not waited for.
+        ledger.reserve("alone", booking(0.1, joins=(Join(PREFIX, 0, 16),)), 0.0)
+        assert ledger.counts.joins == 1
 
 
 class TestRefusals:
@@ -294,7 +297,7 @@ class TestSnapshot:
     def saved(self) -> SavedLedger:
         ledger = Ledger()
         ledger.reserve("first", booking(0.5, load(2.0, PREFIX), device_ready_s=2.0), 7.0)
-        ledger.reserve("second", booking(0.5, joins=(PREFIX,), device_ready_s=2.0), 7.0)
+        ledger.reserve("second", booking(0.5, joins=(Join(PREFIX, 0, 64),), device_ready_s=2.0), 7.0)
         ledger.reserve("third", booking(9.0, load(1.0, link=NAS), link_queue_s={NAS: 3.0}), 7.0)
         return ledger.snapshot(7.5)
 
@@ -303,8 +306,7 @@ class TestSnapshot:
         again = msgspec.json.decode(msgspec.json.encode(saved), type=SavedLedger)
         assert again == saved
         ledger = Ledger.restore(again, 1000.0)
-        flight = ledger.in_flight(PREFIX, 1000.0)
-        assert flight is not None
+        (flight,) = ledger.in_flight(PREFIX, 1000.0)
         assert (flight.remaining_s, flight.joins) == (1.5, 1)
         assert ledger.link_queue_s(NAS, 1000.0) == 3.5
         assert ledger.device_busy_s("a", 1000.0) == 9.5
@@ -314,7 +316,7 @@ class TestSnapshot:
 
     def test_the_time_it_was_away_has_passed(self) -> None:
         ledger = Ledger.restore(self.saved(), 1000.0, elapsed_s=2.0)
-        assert ledger.in_flight(PREFIX, 1000.0) is None
+        assert ledger.in_flight(PREFIX, 1000.0) == ()
         assert ledger.link_queue_s(NAS, 1000.0) == 1.5
         assert len(Ledger.restore(self.saved(), 1000.0, elapsed_s=60.0)) == 0
 
@@ -439,7 +441,7 @@ class LedgerMachine(RuleBasedStateMachine):
         name = str(self.number)
         wanted = Booking(instance, ttft, device, ready)
         if joins and plain.until_arrival(key) is not None:
-            wanted = replace(wanted, joins=(key,))
+            wanted = replace(wanted, joins=(Join(key, 0, 64),))
             plain.join(key, name)
         else:
             wanted = replace(wanted, loads=(load(link, key, NAS),))
@@ -483,13 +485,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_same_loads_are_in_flight(self) -> None:
         for key in (LoadKey(instance, "host", prefix) for instance in "ab" for prefix in "pq"):
-            flight, remaining = self.ledger.in_flight(key, self.plain.now), self.plain.until_arrival(key)
-            if flight is None or remaining is None:
-                assert (0.0 if flight is None else flight.remaining_s) == pytest.approx(
-                    remaining or 0.0, abs=1e-6
-                )
-            else:
-                assert flight.remaining_s == pytest.approx(remaining, abs=1e-6)
+            found, remaining = self.ledger.in_flight(key, self.plain.now), self.plain.until_arrival(key)
+            waits = [flight.remaining_s for flight in found] or [0.0]
+            assert waits == [pytest.approx(remaining or 0.0, abs=1e-6)]
 
     @invariant()
     def the_same_reservations_live(self) -> None:

@@ -12,6 +12,8 @@ from kvlane.policy import Planner, Request, load_machine, load_model
 
 HIT = [{"tier": "host", "tokens": 12368}]
 LONG = {"prompt_tokens": 12370, "hits": HIT}
+# Keeps link and device busy for seconds, however slow the machine that tests is.
+HUGE = {"prompt_tokens": 1 << 20, "hits": [{"tier": "host", "tokens": 1 << 19}]}
 
 
 def planned(**fields: Any) -> Any:
@@ -89,7 +91,7 @@ def test_the_executor_asked_for_is_echoed(server: Any, executor: str) -> None:
 
 def test_a_reservation_is_waited_for_until_it_is_released(server: Any) -> None:
     before = server.decide(**LONG, instance="a")
-    booked = server.decide(**LONG, instance="a", reserve=True)
+    booked = server.decide(**HUGE, instance="a", reserve=True)
     assert booked["expires_in_s"] == pytest.approx(max(10 * booked["ttft_s"], 5.0))
     behind = server.decide(**LONG, instance="a")
     assert behind["estimates"]["load"]["ttft_s"] > before["estimates"]["load"]["ttft_s"]

@@ -235,9 +235,18 @@ def bad_bodies(choose: random.Random) -> bytes:
             b'{"prompt_tokens": 9999, "reserve": true, "instance": "%032x", "request_id": "%032x"}'
             % (choose.getrandbits(128), choose.getrandbits(128)),
             bytes(choose.randrange(256) for _ in range(200)),
+            many_candidates(choose),
             b'{"prompt_tokens": 1000, "prefix_id": "' + b"x" * 100_000 + b'"}',
         ]
     )
+
+
+def many_candidates(choose: random.Random) -> bytes:
+    """As long a decision as can be asked for, some asked twice at once under one id, some with another body."""
+    hits = [{"tier": tier, "tokens": choose.randrange(1, 20_000)} for tier in ("host", "nvme", "remote")]
+    spots = [{"instance": f"i{number}", "hits": hits} for number in range(choose.choice([20, 256]))]
+    asked = {"prompt_tokens": 20_000, "candidates": spots, "reserve": choose.random() < 0.5, "prefix_id": "p"}
+    return json.dumps({**asked, "request_id": f"r{choose.randrange(20)}"}).encode()
 
 
 class Bad:

@@ -115,7 +115,10 @@ def test_one_that_was_not_followed_is_never_scored_but_ends_its_reservation(
     serve: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
     served = serve({})
-    decision = served.decide(**LONG, reserve=True)
+    # Seconds of work, however slow the machine that tests is.
+    huge = {"prompt_tokens": 1 << 20, "hits": [{"tier": "host", "tokens": 1 << 19}]}
+    decision = served.decide(**huge, reserve=True)
+    assert decision["path"] != "recompute"
     assert served.decide(prompt_tokens=100)["device_busy_s"] > 0
     assert served.observe(outcome(decision, **changes))["accepted"] == 1
     assert served.decide(prompt_tokens=100)["device_busy_s"] == 0

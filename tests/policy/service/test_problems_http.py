@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
@@ -248,6 +249,9 @@ nearly = st.fixed_dictionaries(
         "reserve": st.booleans(),
         "prefix_id": st.sampled_from(["p", "q"]),
         "request_id": st.text(max_size=3),
+        "candidates": st.lists(
+            st.fixed_dictionaries({"instance": st.text(max_size=2)}, optional={"hits": hits}), max_size=3
+        ),
         "state": st.fixed_dictionaries(
             {},
             optional={
@@ -263,10 +267,15 @@ nearly = st.fixed_dictionaries(
 )
 
 
-def refusal_or_answer(call: Callable[[bytes], bytes], body: bytes) -> None:
+def refusal_or_answer(call: Callable[[bytes], bytes | Awaitable[bytes]], body: bytes) -> None:
     """Anything else that is raised would be a 500."""
+
+    async def whole() -> bytes:
+        answer = call(body)
+        return answer if isinstance(answer, bytes) else await answer
+
     try:
-        answer, status = call(body), 200
+        answer, status = asyncio.run(whole()), 200
     except ProblemError as problem:
         answer, status = problem.body(), problem.status
     assert status < 500
@@ -305,6 +314,7 @@ observations = st.fixed_dictionaries(
         "path_taken": st.sampled_from(["load", "split", "x"]),
         "loaded_tokens": st.integers(0, 5),
         "ttft_s": st.floats(),
+        "tier": st.text(max_size=5),
     },
 )
 

@@ -101,6 +101,103 @@ def test_torn_state_is_set_aside_with_a_warning(serve: Callable[..., Any], tmp_p
     assert (state / "snapshot.json.torn-0").exists()
 
 
+def keeps(state: Path, *words: str) -> None:
+    """Waits until the snapshot on disk holds these words."""
+    file = state / "snapshot.json"
+    for _ in range(500):
+        if file.exists() and all(word.encode() in file.read_bytes() for word in words):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{words} are not kept")
+
+
+def outcome(decision: Any, observation_id: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "request",
+        "observation_id": observation_id,
+        "decision_id": decision["decision_id"],
+        "path_taken": decision["path"],
+        "loaded_tokens": decision["load_tokens"],
+        "ttft_s": 2 * decision["ttft_s"],
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_promised_and_decided_is_known_after_a_restart(
+    serve: Callable[..., Any], tmp_path: Path, how: signal.Signals
+) -> None:
+    state = {"state_dir": tmp_path / "state", "snapshot_s": 0.2}
+    served = serve(state)
+    # A million tokens take a while, and a promise lasts ten times as long.
+    asked = {"prompt_tokens": 1 << 20, "hits": LONG["hits"], "request_id": "r", "reserve": True}
+    first = served.ask("POST", "/v1/decide", asked)
+    many = {
+        "prompt_tokens": 1 << 20,
+        "request_id": "many",
+        "candidates": [{"instance": "a"}, {"instance": "b"}],
+    }
+    ranked = served.ask("POST", "/v1/decide", many)
+    followed = served.decide(**LONG, instance="x")
+    settled = served.decide(**LONG, instance="y")
+    keeps(tmp_path / "state", '"r"', '"many"', followed["decision_id"], settled["decision_id"])
+    served.observe(outcome(settled, "before"))
+    time.sleep(2 * FLUSH_S)
+    served.stop(how)
+    again = serve(state)
+    assert again.ask("POST", "/v1/decide", asked).raw == first.raw
+    assert again.ask("POST", "/v1/decide", many).raw == ranked.raw
+    assert again.metric("kvlane_reservations") == 1
+    conflict = again.ask("POST", "/v1/decide", {**asked, "prompt_tokens": 1000})
+    assert (conflict.status, conflict.body["pointer"]) == (409, "/request_id")
+    # One that was decided before the restart is scored, once; one that was settled before is settled.
+    assert again.observe(outcome(followed, "after"))["accepted"] == 1
+    assert again.metric("kvlane_prediction_error_ratio_count") == 1
+    for decision, observation_id in ((followed, "twice"), (settled, "late")):
+        (refused,) = again.observe(outcome(decision, observation_id))["refused"]
+        assert refused["field"] == "decision_id"
+    # And what it booked is released by its outcome, whose tier is checked; the id is free again after a release.
+    booked = first.body
+    wrong = outcome(booked, "wrong", outcome="load_failed", tier="tape")
+    assert again.observe(wrong)["refused"][0]["field"] == "tier"
+    assert again.ask("DELETE", f"/v1/decisions/{booked['decision_id']}").status == 204
+    assert again.metric("kvlane_reservations") == 0
+    assert again.ask("POST", "/v1/decide", {**asked, "prompt_tokens": 1 << 19}).status == 200
+
+
+def test_an_older_snapshot_and_one_with_a_torn_part_are_read_as_far_as_they_go(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    served = serve({"state_dir": state})
+    asked = {"prompt_tokens": 1 << 20, "request_id": "r", "reserve": True}
+    first = served.ask("POST", "/v1/decide", asked)
+    served.observe(prefill("x"))
+    assert served.stop() == 0
+    whole = (state / "snapshot.json").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 3  # the snapshot, decisions, promises
+    torn = lines[2].replace(b"recompute", b"recompote", 1)
+    for content, promised, known in (
+        (lines[0], False, False),
+        (lines[0] + lines[1] + torn, False, True),
+        (lines[0] + lines[1][:40], False, False),
+        (lines[0] + b"\xff" * 100 + b"\n" + lines[2], True, False),
+        (whole, True, True),
+    ):
+        (state / "snapshot.json").write_bytes(content)
+        again = serve({"state_dir": state})
+        assert again.metric("kvlane_reservations") == 1
+        assert again.observe(prefill("x"))["duplicates"] == 1
+        assert (again.ask("POST", "/v1/decide", asked).raw == first.raw) is promised
+        scored = outcome(first.body, f"o{len(content)}")
+        assert again.observe(scored)["accepted"] == 1  # what it booked is known from the ledger
+        assert again.metric("kvlane_prediction_error_ratio_count") == known
+        again.stop(signal.SIGKILL)
+        for journal in state.glob("journal-*"):
+            journal.unlink()
+
+
 def test_two_services_do_not_share_a_ledger(serve: Callable[..., Any], tmp_path: Path) -> None:
     config = {"state_dir": tmp_path / "state"}
     serve(config)
@@ -238,7 +335,7 @@ def test_a_reload_takes_new_deployments_and_keeps_the_ledger_and_what_was_learnt
     serve: Callable[..., Any], write_toml: Callable[..., None], tmp_path: Path
 ) -> None:
     served = serve({})
-    served.decide(**LONG, instance="a", reserve=True)
+    served.decide(prompt_tokens=1 << 20, instance="a", reserve=True)  # minutes, however long a reload takes
     served.observe(prefill("x"))
     more = [
         {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm", "executor": "layered"},

@@ -47,7 +47,9 @@ def decided(service: Service, **fields: Any) -> Any:
     return msgspec.json.decode(service.desk.decide(asked))
 
 
-def tell(service: Service, answer: Any, outcome: Any = "ok", ttft_s: float | None = None) -> Any:
+def tell(
+    service: Service, answer: Any, outcome: Any = "ok", ttft_s: float | None = None, tier: str | None = None
+) -> Any:
     told = RequestObservation(
         f"of {answer['decision_id']}",
         answer["decision_id"],
@@ -55,6 +57,7 @@ def tell(service: Service, answer: Any, outcome: Any = "ok", ttft_s: float | Non
         answer["load_tokens"],
         ttft_s,
         outcome,
+        tier,
     )
     return msgspec.json.decode(service.intake.observe([told]))
 
@@ -84,6 +87,34 @@ def test_a_load_over_both_is_joined_as_one(service: Service, clock: Clock) -> No
     assert (second["joined"], second["load"]) == (True, first["load"])
     assert queued(service, clock) == before
     assert decided(service, prefix_id="p", instance="b")["joined"] is False
+
+
+def test_what_a_load_in_flight_lacks_is_loaded_beside_it_and_said_so(clock: Clock) -> None:
+    """Behind a longer queue more is worth loading: each moves what those before it left out."""
+    slow = {"links": {"net-400": {"rate": "3 GB/s"}}}
+    chat = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm", **slow}
+    service = Service(from_fields({"deployments": [chat]}))
+    one = {"executor": "layered", "instance": "a", "prefix_id": "p", "reserve": True}
+    hits = [{"tier": "remote", "tokens": 16_000}]
+    alone, first, *others = [decided(service, **one, hits=hits) for _ in range(10)]
+    assert alone["path"] == "recompute"
+    assert (first["joined"], first["joined_tokens"]) == (False, 0)
+    assert 0 < first["load_tokens"] < 16_000
+    known = first["load_tokens"]
+    for answer in others:
+        assert answer["joined"]
+        assert answer["joined_tokens"] == known
+        known = max(known, answer["load_tokens"])
+        (part,) = answer["load"]
+        assert (part["tier"], part["start"], part["end"]) == ("remote", 0, answer["load_tokens"])
+        if answer["load_tokens"] > answer["joined_tokens"]:
+            assert f"{answer['joined_tokens']} of the tokens join" in answer["reason"]
+    assert known == 16_000
+    assert set(service.cells.deployment("chat").paths["load"].by_tier) == {"remote"}
+    moved = sum(nbytes for _, nbytes in service.desk.ledger.links(clock.now).values())
+    assert moved == pytest.approx(
+        decided(service, hits=hits, executor="bulk")["estimates"]["load"]["load_bytes"]
+    )
 
 
 def test_it_is_counted_once_under_both_tiers_and_scored_as_one(service: Service, clock: Clock) -> None:
@@ -119,6 +150,48 @@ def test_links_left_alone_are_tried_by_one_load_which_brings_both_back(
     tell(service, probe)
     assert service.desk.left_alone(clock.now) == []
     assert decided(service)["load"] == probe["load"]
+
+
+def test_only_the_link_of_the_tier_that_failed_is_left_alone(service: Service, clock: Clock) -> None:
+    for _ in range(3):
+        assert tell(service, decided(service), "load_failed", tier="remote")["accepted"] == 1
+    assert [link.link for link in service.desk.left_alone(clock.now)] == ["net-400"]
+    answer = decided(service)
+    assert [part["tier"] for part in answer["load"]] == ["host"]
+    assert any("net-400 keep failing" in note for note in answer["notes"])
+    # The try after a while fails over the same link again; the other has nothing to answer for.
+    clock.now += 10.0
+    probe = decided(service)
+    assert {part["tier"] for part in probe["load"]} == {"host", "remote"}
+    tell(service, probe, "load_failed", tier="remote")
+    assert [link.link for link in service.desk.left_alone(clock.now)] == ["net-400"]
+    assert service.desk.breakers.counts(LinkKey("device", "chat", "pcie5-x16")).failures == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "tier", "expected"),
+    [
+        ({}, "cxl", "host, remote"),
+        ({}, "colour", "host, remote"),
+        ({"hits": [{"tier": "host", "tokens": 8_000}]}, "remote", "host"),
+        ({"hits": []}, "host", "none"),
+    ],
+)
+def test_a_tier_that_the_decision_does_not_load_from_is_refused_and_nothing_is_settled(
+    service: Service, clock: Clock, fields: dict[str, Any], tier: str, expected: str
+) -> None:
+    answer = decided(service, **fields, reserve=True)
+    said = tell(service, answer, "load_failed", tier=tier)
+    assert said["accepted"] == 0
+    (refused,) = said["refused"]
+    assert refused["field"] == "tier"
+    assert tier in refused["reason"]
+    assert refused["reason"].endswith(f"loads from {expected}")
+    assert answer["decision_id"] in service.desk.ledger
+    assert service.desk.breakers.known() == ()
+    # Said again and right, under the same id, it is taken.
+    assert tell(service, answer, "cancelled")["accepted"] == 1
+    assert answer["decision_id"] not in service.desk.ledger
 
 
 def test_a_failed_try_is_followed_by_a_longer_wait(service: Service, clock: Clock) -> None:

@@ -32,7 +32,7 @@ def snapshot(journal: int, *numbers: int) -> Snapshot:
 def kept(folder: Path) -> set[str]:
     """The ids that a start from that folder would know; the folder is let go again."""
     store = Store(folder)
-    found, entries = store.load()
+    found, _, entries = store.load()
     store.close()
     ids = set(found.seen) if found is not None else set()
     return ids | {each.observation.observation_id for each in entries}
