@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvlane.policy.errors import InputError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Path = Literal["load", "recompute", "split"]
 Executor = Literal["bulk", "layered", "two_ended"]
 EXECUTORS: tuple[Executor, ...] = ("bulk", "layered", "two_ended")
+_MEASURED: frozenset[Source] = frozenset(("calibration", "explicit"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ class LoadSegment:
 
 # Beyond any context there is; keeps every sum within a float's reach.
 MOST_TOKENS = 1 << 24
+
+
+_NO_COPIES: Mapping[str, int] = MappingProxyType({})
 
 
 def _count(value: object, name: str, least: int) -> int:
@@ -112,6 +117,8 @@ class Request:
             raise InputError("cold", f"is {str(self.cold)[:40]!r}", "names of tiers")
         _seconds(self.device_busy_s, "device_busy_s")
         listed = self.state_checkpoints
+        if not listed and isinstance(listed, (Mapping, tuple)):
+            return
         for tier in self.hits if isinstance(listed, Mapping) else ("",):
             for at in self.checkpoints(tier):
                 _count(at, f"state_checkpoints.{tier}" if tier else "state_checkpoints", 1)
@@ -121,6 +128,39 @@ class Request:
                     raise InputError(
                         f"state_checkpoints.{tier}", "has no hit", ", ".join(self.hits) or "a hit"
                     )
+
+    @classmethod
+    def of_decoded(
+        cls,
+        prompt_tokens: int,
+        hits: Mapping[str, int],
+        resident_tokens: int,
+        load_unit_tokens: int,
+        prefill_chunk_tokens: int | None,
+        link_queue_s: Mapping[str, float],
+        device_busy_s: float,
+    ) -> Request:
+        """The same from numbers whose types and limits were checked where they were decoded.
+
+        What is left to check is what they say together; looking at each again takes as long as weighing a path.
+        """
+        if resident_tokens >= prompt_tokens or (hits and max(hits.values()) > prompt_tokens):
+            # Refused there, with the words for it.
+            return cls(prompt_tokens, hits, resident_tokens, load_unit_tokens)
+        made = object.__new__(cls)
+        put = object.__setattr__
+        put(made, "prompt_tokens", prompt_tokens)
+        put(made, "hits", hits)
+        put(made, "resident_tokens", resident_tokens)
+        put(made, "load_unit_tokens", load_unit_tokens)
+        put(made, "prefill_chunk_tokens", prefill_chunk_tokens)
+        put(made, "tail_tokens", 1)
+        put(made, "state_checkpoints", ())
+        put(made, "link_queue_s", link_queue_s)
+        put(made, "copies", _NO_COPIES)
+        put(made, "cold", ())
+        put(made, "device_busy_s", device_busy_s)
+        return made
 
     def checkpoints(self, tier: str) -> tuple[int, ...]:
         """Token counts after which `tier` holds a snapshot of recurrent state."""
@@ -290,9 +330,7 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether all of them were measured here or stated."""
-        return all(
-            parameter.source in ("calibration", "explicit") for parameter in self.parameters_from.values()
-        )
+        return _MEASURED.issuperset([parameter.source for parameter in self.parameters_from.values()])
 
     @property
     def notes(self) -> tuple[str, ...]:

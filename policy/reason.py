@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
@@ -19,7 +20,7 @@ def reason(plan: Plan) -> str:
     if not others:
         missing = "; ".join(dict.fromkeys(plan.unavailable.values()))
         return f"{said}: nothing to weigh it against ({missing})"
-    best = min(others, key=lambda other: other.ttft_s)
+    best = others[0] if len(others) == 1 else min(others, key=_ttft)
     if best.ttft_s < chosen.ttft_s:
         verdict = (
             f"{said} is within {plan.tie_margin:.0%} of {_said(plan, best)}, and such a near-tie goes to the"
@@ -29,43 +30,52 @@ def reason(plan: Plan) -> str:
         verdict = f"{said} < {_said(plan, best)}"
     for other in others:
         if other is not best:
-            sign = "<" if chosen.ttft_s < other.ttft_s else ">="
-            verdict += f", {sign} {_said(plan, other)}"
-    rate, needed = plan.link_bytes_per_s, plan.break_even_bytes_per_s
-    if needed is not None and rate is not None:
-        # With several tiers in it the sentence says whose link this is.
-        alone = len(chosen.load) > 1
-        link = f"{plan.basis.tier}'s link at" if alone else "the link's"
-        verdict += (
-            f"; {link} {show_rate(rate)} is {'above' if rate >= needed else 'below'} the break-even rate of"
-            f" {show_rate(needed)} for loading everything{' from it alone' if alone else ''}"
-        )
-    return f"{verdict} ({plan.executor} executor)"
+            verdict += f", {'<' if chosen.ttft_s < other.ttft_s else '>='} {_said(plan, other)}"
+    basis = plan.basis
+    rate, needed = basis.link_rate, basis.break_even[0]
+    if needed is None or rate is None:
+        return f"{verdict} ({plan.executor} executor)"
+    # With several tiers in it the sentence says whose link this is.
+    alone = len(chosen.load) > 1
+    link = f"{basis.tier}'s link at" if alone else "the link's"
+    return (
+        f"{verdict}; {link} {_shown(rate)} is {'above' if rate >= needed else 'below'} the break-even rate of"
+        f" {show_rate(needed)} for loading everything{' from it alone' if alone else ''} ({plan.executor} executor)"
+    )
+
+
+# A link's rate is in the words of most of its decisions.
+_shown = lru_cache(64)(show_rate)
+
+
+def _ttft(estimate: Estimate) -> float:
+    return estimate.ttft_s
 
 
 def _said(plan: Plan, estimate: Estimate) -> str:
     """One estimate in words with its parts, as far as they are disjoint."""
-    total = show_seconds(estimate.ttft_s)
+    ttft_s, compute_s, transfer_s = estimate.ttft_s, estimate.compute_s, estimate.transfer_s
+    load, resident = estimate.load, plan.resident_tokens
     # Copies alone expose no more than they take: the rest is the device's queue.
-    if estimate.exposed_s > estimate.transfer_s + 1e-6 * estimate.ttft_s:
-        total += f" ({show_seconds(estimate.exposed_s)} of it in the queue)"
-    computed = plan.prompt_tokens - plan.resident_tokens - estimate.load_tokens
-    if not estimate.load:
-        return f"recompute of {computed} tokens {total}"
-    tiers = [segment.tier for segment in estimate.load]
-    if len(tiers) > 1:
-        tiers = [f"{segment.tier} ({segment.tokens})" for segment in estimate.load]
-    achieved = show_rate(estimate.load_bytes / estimate.transfer_s) if estimate.transfer_s else "once"
-    copy = f"copy {show_seconds(estimate.transfer_s)} at {achieved}"
-    if estimate.group_layers > 1:
-        copy += f" in groups of {estimate.group_layers} layers"
-    front = estimate.start - plan.resident_tokens
-    rest = f"{computed - front} tokens computed in {show_seconds(estimate.compute_s - estimate.front_s)}"
-    if front:
-        parts = f"{copy} beside the {front} tokens before it computed in {show_seconds(estimate.front_s)}, then {rest}"
-    elif plan.executor == "bulk":
-        parts = f"{copy} then {rest}"
-    else:
-        parts = f"{copy} under {rest}"
-    size = f"{estimate.load_tokens} tokens ({show_bytes(estimate.load_bytes)})"
-    return f"{estimate.path} of {size} from {' and '.join(tiers)} {total} ({parts})"
+    queue = ""
+    if ttft_s - compute_s > transfer_s + 1e-6 * ttft_s:
+        queue = f" ({show_seconds(estimate.exposed_s)} of it in the queue)"
+    computed = plan.prompt_tokens - resident
+    if not load:
+        return f"recompute of {computed} tokens {show_seconds(ttft_s)}{queue}"
+    first = load[0]
+    start, tiers, size = first.start, first.tier, first.bytes
+    loaded = load[-1].end - start
+    if len(load) > 1:
+        size = estimate.load_bytes
+        tiers = " and ".join([f"{segment.tier} ({segment.tokens})" for segment in load])
+    groups = f" in groups of {estimate.group_layers} layers" if estimate.group_layers > 1 else ""
+    then = " then" if plan.executor == "bulk" else " under"
+    if start > resident:
+        front_s = show_seconds(estimate.front_s)
+        then = f" beside the {start - resident} tokens before it computed in {front_s}, then"
+    return (
+        f"{estimate.path} of {loaded} tokens ({show_bytes(size)}) from {tiers} {show_seconds(ttft_s)}{queue}"
+        f" (copy {show_seconds(transfer_s)} at {show_rate(size / transfer_s) if transfer_s else 'once'}{groups}{then}"
+        f" {computed - loaded - start + resident} tokens computed in {show_seconds(compute_s - estimate.front_s)})"
+    )

@@ -143,7 +143,13 @@ class TransferCost:
         """Seconds for all layers of `tokens` tokens, latency included; nothing costs nothing."""
         if tokens <= 0:
             return 0.0
-        return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
+        link = self.link
+        if self.layout != "layer_major" or link.rate_table:
+            return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
+        # `lead_s` and `layer_s` written out: a decision comes here most often.
+        fixed = self.copies(tokens) * link.per_copy_s if link.per_copy_s else 0.0
+        layer_s = fixed + tokens * self.layer_bytes_per_token / link.rate_bytes_per_s
+        return self.queued_s + link.latency_s + tokens * self.per_token_s + self.layers * layer_s
 
     def done_s(self, tokens: int, group_layers: int) -> float:
         """The same when layers arrive one after another, with an event for each group of them."""
@@ -212,5 +218,7 @@ class TransferCost:
 
     def fixed_s(self, tokens: int) -> float:
         """What a transfer costs whatever the rate: what comes before it, and per-copy cost."""
-        copies = self.copies(tokens) * (self.layers if self.by_layer else 1)
-        return self.lead_s(tokens) + copies * self.link.per_copy_s
+        lead_s, per_copy_s = self.lead_s(tokens), self.link.per_copy_s
+        if not per_copy_s:
+            return lead_s
+        return lead_s + self.copies(tokens) * (self.layers if self.by_layer else 1) * per_copy_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET
 
 from kvlane.policy.assignment import Assignment
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.plan import Estimate, Path
+from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
 from kvlane.policy.service.answers import (
     Advice,
     Estimates,
@@ -20,7 +22,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Gist(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a plan for whoever asks the same again: the `Advice` as JSON, and what is counted of it.
+    """What is kept of a plan for whoever asks the same again: the `Advice` as JSON but for the brace that ends it, and
+    what is counted of it.
 
     Neither this nor `Made` is looked at by the garbage collector: there are many, and they hold no cycles.
     """
@@ -37,64 +40,63 @@ class Gist(msgspec.Struct, frozen=True, gc=False):
 
 def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
     """A plan's gist; `listed` is what was said to be stored, loadable or not."""
-    plan = found.plan
+    plan, request = found.plan, found.request
+    path, load, estimates = plan.path, plan.load, plan.estimates
     rejected: Estimate | None = None
-    for path, estimate in plan.estimates.items():
-        if estimate is None or path == plan.path:
+    for other, estimate in estimates.items():
+        if estimate is None or other == path:
             continue
         if rejected is None or estimate.ttft_s < rejected.ttft_s:
             rejected = estimate
-    return Gist(
-        _advice(found, listed, slo_s),
-        plan.path,
+    # The runs of a load follow each other without a gap.
+    load_tokens = load[-1].end - load[0].start if load else 0
+    basis = plan.basis
+    crossover_tokens, crossover_note = basis.crossover
+    break_even, break_even_note = basis.break_even
+    # By place, in the order of `Advice`: names cost as much as all else here.
+    told = Advice(
+        path,
+        load,
+        load_tokens,
+        plan.group_layers,
+        plan.prompt_tokens - plan.resident_tokens - load_tokens,
+        plan.executor,
         plan.ttft_s,
-        plan.load_tokens,
-        found.request.load_unit_tokens,
-        tuple([segment.tier for segment in plan.load]),
+        plan.exposed_s,
+        bool(found.joins),
+        request.device_busy_s,
+        None if slo_s is None else plan.ttft_s <= slo_s,
+        Estimates(
+            _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
+        ),
+        plan.unavailable,
+        crossover_tokens,
+        crossover_note,
+        break_even,
+        break_even_note,
+        plan.calibrated,
+        basis.parameters,
+        plan.notes,
+        found.reason,
+        TransferParams(load_tokens) if _needs_cap(request, load, load_tokens, listed) else UNSET,
+    )
+    return Gist(
+        _encode(told)[:-1],
+        path,
+        plan.ttft_s,
+        load_tokens,
+        request.load_unit_tokens,
+        tuple([segment.tier for segment in load]) if load else (),
         None if rejected is None else rejected.path,
         0.0 if rejected is None else rejected.ttft_s,
     )
 
 
-def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
-    plan = found.plan
-    estimates = plan.estimates
-    load_tokens = plan.load_tokens
-    told = Advice(
-        path=plan.path,
-        load=plan.load,
-        load_tokens=load_tokens,
-        group_layers=plan.group_layers,
-        recompute_tokens=plan.prompt_tokens - plan.resident_tokens - load_tokens,
-        executor=plan.executor,
-        ttft_s=plan.ttft_s,
-        exposed_s=plan.exposed_s,
-        joined=found.joined is not None,
-        device_busy_s=found.request.device_busy_s,
-        meets_slo=None if slo_s is None else plan.ttft_s <= slo_s,
-        estimates=Estimates(
-            _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
-        ),
-        unavailable=plan.unavailable,
-        crossover_tokens=plan.crossover_tokens,
-        crossover_note=plan.crossover_note,
-        break_even_bytes_per_s=plan.break_even_bytes_per_s,
-        break_even_note=plan.break_even_note,
-        calibrated=plan.calibrated,
-        parameters_from=plan.parameters_from,
-        notes=plan.notes,
-        reason=found.reason,
-        kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
-    )
-    return _encode(told)
-
-
-def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
+def _needs_cap(request: Request, load: Sequence[LoadSegment], load_tokens: int, listed: list[Hit]) -> bool:
     """Whether less is to be loaded than an engine would find stored."""
-    request, plan = found.request, found.plan
-    if plan.load and plan.load[0].start > request.resident_tokens:
+    if load and load[0].start > request.resident_tokens:
         return False  # a cap counts from the resident prefix: it cannot say that the front is computed
-    planned = request.resident_tokens + plan.load_tokens
+    planned = request.resident_tokens + load_tokens
     for hit in listed:
         tokens = min(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
         if planned < usable_tokens(
@@ -107,35 +109,43 @@ def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
 def _estimate(estimate: Estimate | None) -> PathEstimate | None:
     if estimate is None:
         return None
-    ttft = estimate.ttft_s
+    ttft_s, band, compute_s, load = estimate.ttft_s, estimate.band, estimate.compute_s, estimate.load
+    tokens = size = 0
+    if load:
+        tokens = load[-1].end - load[0].start
+        size = load[0].bytes if len(load) == 1 else estimate.load_bytes
     return PathEstimate(
-        ttft,
-        ttft * max(0.0, 1 - estimate.band),
-        ttft * (1 + estimate.band),
-        max(0.0, ttft - estimate.compute_s),
+        ttft_s,
+        ttft_s * (1 - band if band < 1 else 0.0),
+        ttft_s * (1 + band),
+        ttft_s - compute_s if ttft_s > compute_s else 0.0,
         estimate.transfer_s,
-        estimate.compute_s,
+        compute_s,
         estimate.front_s,
-        estimate.load,
-        estimate.load_tokens,
-        estimate.load_bytes,
+        load,
+        tokens,
+        size,
         estimate.group_layers,
     )
 
 
-def choice(told: bytes, deployment: str, instance: str) -> bytes:
-    """A `Choice` as JSON: the advice with whom it is for."""
-    return b'%b,"deployment":%b,"instance":%b}' % (told[:-1], _encode(deployment), _encode(instance))
+def whose(deployment: str, instance: str) -> bytes:
+    """Whom an advice is for: what a `Choice` holds beside it."""
+    return b',"deployment":%b,"instance":%b' % (_encode(deployment), _encode(instance))
 
 
 def decision(
-    chosen: bytes, decision_id: str, expires_in_s: float | None, ranked: list[bytes] | None
+    gist: Gist,
+    whom: bytes,
+    decision_id: str,
+    expires_in_s: float | None,
+    ranked: list[tuple[Gist, bytes]] | None,
 ) -> bytes:
-    """A `Decision` as JSON: the choice, what it is called, and all the candidates' where there were any."""
-    listed = b"" if ranked is None else b',"candidates":[%b]' % b",".join(ranked)
-    return b'%b,"decision_id":"%b","expires_in_s":%b%b}' % (
-        chosen[:-1],
-        decision_id.encode("ascii"),
-        _encode(expires_in_s),
-        listed,
-    )
+    """A `Decision` as JSON: the advice, whom it is for, what it is called, and all the candidates' where there were
+    any."""
+    listed = b"}"
+    if ranked is not None:
+        listed = b',"candidates":[%b]}' % b",".join([b"%b%b}" % (each.told, of) for each, of in ranked])
+    name = decision_id.encode("ascii")
+    expires = b"null" if expires_in_s is None else _encode(expires_in_s)
+    return b"".join((gist.told, whom, b',"decision_id":"', name, b'","expires_in_s":', expires, listed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -20,7 +19,7 @@ from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import Gist, choice, decision, gist_of
+from kvlane.policy.service.answer import Gist, decision, gist_of, whose
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.metrics import Cells
@@ -33,6 +32,7 @@ from kvlane.policy.units import LONGEST_S
 
 # Answers kept for those who ask the same again; each is some two kilobytes.
 _MOST_WORKED = 1024
+_MOST_SPOTS = 4096
 
 # A link is left alone after so many loads over it failed one after the other, and tried again after so long.
 _FAILURES = 3
@@ -41,11 +41,30 @@ _PROBE_AFTER_S = 10.0
 _Key = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Spot:
+    """One instance of a deployment: its place in the ledger, its name in answers, and its links."""
+
+    __slots__ = ("_links", "_of_tier", "place", "whom")
+
+    def __init__(self, deployment: Deployment, instance: str, node: str | None) -> None:
+        self.place = Place(instance, node, deployment.scopes)
+        self.whom = whose(deployment.name, instance)
+        self._of_tier = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}
+        self._links: dict[tuple[str, ...], tuple[LinkKey, ...]] = {(): ()}
+
+    def links(self, tiers: tuple[str, ...]) -> tuple[LinkKey, ...]:
+        """The links over which a load from these tiers goes, each once."""
+        found = self._links.get(tiers)
+        if found is None:
+            found = tuple({self.place.link(self._of_tier[tier]) for tier in tiers})
+            self._links[tiers] = found
+        return found
+
+
+class _Work(msgspec.Struct, frozen=True):
     """What one instance should do; how it is booked where that was asked for."""
 
-    place: Place
+    spot: _Spot
     gist: Gist
     booking: Booking | None = None
 
@@ -83,6 +102,7 @@ class Desk:
         names = {deployment.name: deployment for deployment in deployments.values()}
         self._only = next(iter(names.values())) if len(names) == 1 else None
         self._names = ", ".join(names)[:200]
+        self._spots: dict[tuple[str, str, str | None], _Spot] = {}
         for name in names:
             self.cells.deployment(name)
 
@@ -112,21 +132,20 @@ class Desk:
         deployment = self.deployment(asked.deployment)
         executor: Executor = asked.executor or deployment.executor
         planner = deployment.in_force.planners[executor]
-        ranked: list[bytes] | None = None
+        ranked: list[tuple[Gist, bytes]] | None = None
         if asked.candidates is UNSET:
             best = self._work(deployment, planner, asked, asked, (), now)
-            chosen = choice(best.gist.told, deployment.name, best.place.instance)
         else:
             works = list(self._each(deployment, planner, asked, now))
             works.sort(key=_ttft)
             best = works[0]
-            ranked = [choice(each.gist.told, deployment.name, each.place.instance) for each in works]
-            chosen = ranked[0]
+            ranked = [(each.gist, each.spot.whom) for each in works]
         decision_id = f"{self._stem}{next(self._numbers):x}"
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
             self.ledger.reserve(decision_id, best.booking, now)
-        answer = decision(chosen, decision_id, lifetime_s if asked.reserve else None, ranked)
+        expires_in_s = lifetime_s if asked.reserve else None
+        answer = decision(best.gist, best.spot.whom, decision_id, expires_in_s, ranked)
         self._remember(decision_id, deployment, best, asked.request_id, now)
         if asked.request_id is not None:
             self._promises.give(asked, answer, now + lifetime_s)
@@ -176,15 +195,21 @@ class Desk:
         now: float,
     ) -> _Work:
         """What one instance should do, worked out once for all who ask the same; raises `ProblemError`."""
-        place = Place(spot.instance or deployment.name, spot.node, deployment.scopes)
+        where = self._spot(deployment, spot.instance or deployment.name, spot.node)
+        place = where.place
         notes: list[str] = []
         hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
-        seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
-        busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
+        if spot.state is None and self.ledger.idle:
+            seen = NOTHING_SEEN
+            busy_s, queued_s = 0.0, dict.fromkeys(hits, 0.0)
+        else:
+            seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
+            busy_s, queued_s = queues(self.ledger, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
             aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(place, spot.state, now))
         unit = asked.load_unit_tokens or deployment.settings.load_unit_tokens
+        worked = deployment.in_force.worked
         key: _Key | None = None
         if aim is SOONEST and not (
             asked.reserve or notes or checkpoints or (asked.prefix_id and self.ledger)
@@ -198,20 +223,28 @@ class Desk:
                 tuple(hits.items()),
                 tuple(queued_s.values()),
             )
-            known = deployment.in_force.worked.get(key)
+            known = worked.get(key)
             if known is not None:
-                return _Work(place, known)
+                return _Work(where, known)
+        prompt, resident, chunk = (
+            asked.prompt_tokens,
+            spot.resident_tokens,
+            deployment.settings.prefill_chunk_tokens,
+        )
         try:
-            request = Request(
-                prompt_tokens=asked.prompt_tokens,
-                hits=hits,
-                resident_tokens=spot.resident_tokens,
-                load_unit_tokens=unit,
-                prefill_chunk_tokens=deployment.settings.prefill_chunk_tokens,
-                state_checkpoints=checkpoints,
-                link_queue_s=queued_s,
-                device_busy_s=min(busy_s, LONGEST_S),
-            )
+            if checkpoints:
+                request = Request(
+                    prompt_tokens=prompt,
+                    hits=hits,
+                    resident_tokens=resident,
+                    load_unit_tokens=unit,
+                    prefill_chunk_tokens=chunk,
+                    state_checkpoints=checkpoints,
+                    link_queue_s=queued_s,
+                    device_busy_s=busy_s,
+                )
+            else:
+                request = Request.of_decoded(prompt, hits, resident, unit, chunk, queued_s, busy_s)
             found = assign(self.ledger, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
         except InputError as error:
             raise _located(error, spot.hits, base) from None
@@ -219,11 +252,21 @@ class Desk:
             found.plan.remarks = tuple(notes)
         gist = gist_of(found, spot.hits, asked.ttft_slo_s)
         if key is not None:
-            if len(deployment.in_force.worked) >= _MOST_WORKED:
-                deployment.in_force.worked.clear()
-            deployment.in_force.worked[key] = gist
+            if len(worked) >= _MOST_WORKED:
+                worked.clear()
+            worked[key] = gist
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
-        return _Work(place, gist, booking)
+        return _Work(where, gist, booking)
+
+    def _spot(self, deployment: Deployment, instance: str, node: str | None) -> _Spot:
+        """An instance, remembered: what follows from its names is needed for every decision."""
+        key = deployment.name, instance, node
+        found = self._spots.get(key)
+        if found is None:
+            if len(self._spots) >= _MOST_SPOTS:
+                self._spots.clear()
+            found = self._spots[key] = _Spot(deployment, instance, node)
+        return found
 
     def _hits(
         self,
@@ -234,14 +277,14 @@ class Desk:
         base: Where,
         notes: list[str],
         now: float,
-    ) -> tuple[dict[str, int | tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         """The hits that may be loaded, and their state checkpoints; why others may not goes into `notes`."""
-        hits: dict[str, int | tuple[int, ...]] = {}
+        hits: dict[str, int] = {}
         checkpoints: dict[str, tuple[int, ...]] = {}
         tiers = deployment.told.machine.tiers
         for index, hit in enumerate(listed):
             tier = tiers.get(hit.tier)
-            if tier is None or any(other.tier == hit.tier for other in listed[:index]):
+            if tier is None or (index and any(other.tier == hit.tier for other in listed[:index])):
                 problem = "is named twice" if tier is not None else "is no tier of the deployment"
                 raise ProblemError(
                     "invalid_value",
@@ -254,7 +297,8 @@ class Desk:
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
-                hits[hit.tier] = _fewest(hit.tokens, prompt)
+                tokens = hit.tokens
+                hits[hit.tier] = _fewest(tokens, prompt) if isinstance(tokens, list) else tokens
                 if hit.state_checkpoints:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
@@ -272,13 +316,10 @@ class Desk:
     ) -> None:
         """Counts a decision, and keeps what is needed when its outcome is told."""
         gist = work.gist
-        links: tuple[LinkKey, ...] = ()
-        if gist.tiers:
-            tiers = deployment.told.machine.tiers
-            links = tuple({work.place.link(tiers[tier].link) for tier in gist.tiers})
-            if self.breakers:
-                for link in links:
-                    self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
+        links = work.spot.links(gist.tiers)
+        if self.breakers:
+            for link in links:
+                self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
         self.made[decision_id] = Made(
             deployment.name, gist.path, gist.ttft_s, gist.load_tokens, gist.unit, links, request_id
         )
@@ -286,7 +327,7 @@ class Desk:
             self.made.popitem(last=False)
         cells = self.cells.deployment(deployment.name).paths
         chosen = cells[gist.path]
-        one_more(chosen.by_tier, "+".join(gist.tiers))
+        one_more(chosen.by_tier, gist.tiers[0] if len(gist.tiers) == 1 else "+".join(gist.tiers))
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
@@ -296,11 +337,11 @@ def _ttft(work: _Work) -> float:
     return work.gist.ttft_s
 
 
-def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:
-    """Of all ranks the fewest, which count; all of them where one is more than the prompt, for `Request` to refuse."""
-    if not isinstance(tokens, list):
-        return tokens
-    return min(tokens) if max(tokens) <= prompt else tuple(tokens)
+def _fewest(tokens: list[int], prompt: int) -> int:
+    """Of all ranks the fewest, which count; the first that is more than the prompt, for `Request` to refuse."""
+    if max(tokens) <= prompt:
+        return min(tokens)
+    return next(each for each in tokens if each > prompt)
 
 
 def _seen(deployment: Deployment, planner: Planner, state: State, base: Where) -> Seen:
