@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.known import KnownHeads
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
 from kvlane.policy.service.problems import ProblemError
@@ -121,6 +122,7 @@ class Endpoint:
         self.service = service
         self.draining = False
         self._heads = heads
+        self._known = KnownHeads()
         self._in_flight = 0
         self._long = LongBatches()
         self._registry = registry(service.cells, service.gauges)
@@ -148,10 +150,11 @@ class Endpoint:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The answer to one request, a problem like any other."""
-        extra = b""
+        extra = body = b""
         status, content_type = 200, JSON
         connection = cast(Connection, request.protocol)
         answer: bytes | None
+        passed = False
         self._in_flight += 1
         try:
             gate = self.service.gate
@@ -162,7 +165,6 @@ class Endpoint:
                 gate.check_observer(request)
             elif not operation.open:
                 gate.check_token(request)
-            body = b""
             if operation.takes is not None:
                 if self._in_flight > self.service.settings.limits.in_flight:
                     raise ProblemError(
@@ -176,6 +178,7 @@ class Endpoint:
             made = route.act(body)
             answer = made if made is None or isinstance(made, bytes) else await made
             status, content_type = operation.status, operation.content_type
+            passed = operation is DECIDE
             trace = request.headers.get("traceparent")
             if trace is not None:
                 extra = self._trace(trace, operation, answer)
@@ -193,12 +196,33 @@ class Endpoint:
         finally:
             self._in_flight -= 1
             connection.heard_at = None
-        return Reply(
-            self._heads.head(status, content_type),
-            answer,
-            extra,
-            keep_alive=request.keep_alive and request.version >= HttpVersion11 and not self.draining,
-        )
+        stays = request.keep_alive and request.version >= HttpVersion11 and not self.draining
+        head = connection.head(body) if stays else None
+        if head is not None and passed:
+            self._known.learn(head, request, self.service.gate)
+        return Reply(self._heads.head(status, content_type), answer, extra, keep_alive=stays)
+
+    def at_once(self, data: bytes) -> bytes | None:
+        """The whole answer, head and all, to a request to decide whose head is known; None for everything else."""
+        if self.draining or self._in_flight >= self.service.settings.limits.in_flight:
+            return None
+        body = self._known.body(data, self.service.gate)
+        if body is None:
+            return None
+        extra = b""
+        status, content_type = 200, JSON
+        try:
+            answer = self._on_decide(body)
+        except ProblemError as problem:
+            answer, extra = self._refused(problem)
+            status, content_type = problem.status, problems.CONTENT_TYPE
+        except Exception:
+            log.exception("request failed", extra={"path": DECIDE.path})
+            failure = ProblemError("internal_error", "the endpoint failed; its log says why")
+            answer, extra = self._refused(failure)
+            status, content_type = failure.status, problems.CONTENT_TYPE
+        head = self._heads.head(status, content_type)
+        return b"".join((head, b"%d" % len(answer), extra, b"\r\n\r\n", answer))
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
         """A refusal's body and its header lines."""
