@@ -68,6 +68,7 @@ class Lane:
         stored = request.hit(tier)
         self.usable = usable = usable_tokens(stored, request.prompt_tokens, self.unit, request.tail_tokens)
         self.gain = usable - start if usable > start else 0
+        self.rest_s: float | None = None  # to compute what follows the usable prefix, once it was asked for
 
     def no_gain(self) -> str:
         stored = self.request.hit(self.tier)
@@ -126,7 +127,9 @@ class Lane:
 
     def load(self) -> Estimate:
         """Loading everything usable."""
-        return self.estimate(self.start, self.usable)
+        found = self.estimate(self.start, self.usable)
+        self.rest_s = found.compute_s
+        return found
 
     def two_ended(self) -> Estimate | None:
         """The fastest way to compute the front of the usable prefix while the rest of it loads, None where no load
@@ -153,11 +156,12 @@ class Lane:
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
             return None
-        points: Sequence[int]
         if not self.busy_s and only_ends_count(self.cost, self.transfer, self.request):
-            points = low * self.unit, high * self.unit
-        else:
-            points = SplitPoints(self.cost, self.transfer, self.request, low, high).find()
+            last = self.estimate(self.start, high * self.unit)
+            first = low * self.unit
+            sooner = low < high and self.ttft(first) <= last.ttft_s
+            return self.estimate(self.start, first) if sooner else last
+        points = SplitPoints(self.cost, self.transfer, self.request, low, high).find()
         if self.cost.executor != "bulk" and self.transfer.event_s:
             # Each number of layers to an event has bends of its own.
             best = closed_in(self.ttft, self.cuts(self.start, self.usable), points)
@@ -177,7 +181,8 @@ class Lane:
         moved = transfer.bytes(self.gain)
         if moved == 0:
             return None, "these layers keep nothing that a load would have to move"
-        saved = cost.recompute_s(self.start, prompt, chunk) - cost.recompute_s(self.usable, prompt, chunk)
+        rest_s = cost.recompute_s(self.usable, prompt, chunk) if self.rest_s is None else self.rest_s
+        saved = cost.recompute_s(self.start, prompt, chunk) - rest_s
         # With all copies done while the device was busy, what is saved is left.
         hidden = [(0.0, saved)] if self.busy_s else []
         rates = []

@@ -99,7 +99,7 @@ class Planner:
         self._two_ended = executor == "two_ended" and not model.recurrent
         self.kv_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp)
         self.layer_bytes_per_token = self.kv_bytes_per_token / self.layers
-        self._routes: dict[tuple[str, int], Route] = {}
+        self._transfers: dict[tuple[str, int], Route] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._link_errors = calibration.link_errors if calibration is not None else {}
         self._ranges = calibration.ranges if calibration is not None else None
@@ -250,10 +250,10 @@ class Planner:
 
     def _route(self, tier: str, load_unit_tokens: int) -> Route:
         key = tier, load_unit_tokens
-        known = self._routes.get(key)
+        known = self._transfers.get(key)
         if known is None:
-            if len(self._routes) >= _KEPT_ROUTES:
-                self._routes.clear()
+            if len(self._transfers) >= _KEPT_ROUTES:
+                self._transfers.clear()
             found = self.machine.tier(tier)
             link = self.machine.links[found.link]
             of = self._layer_bytes(found.runs_per_layer)
@@ -263,7 +263,7 @@ class Planner:
                 else LayerwiseTransfer.over(found, link, of, load_unit_tokens)
             )
             band = max(self._compute_band, self._link_band(link))
-            known = self._routes[key] = Route(transfer, band)
+            known = self._transfers[key] = Route(transfer, band)
         return known
 
     def _lane(self, tier: str, request: Request) -> Lane:

@@ -44,9 +44,7 @@ class Running:
         """Serves until SIGTERM or SIGINT; `listening` is told where. Raises `InputError` where it cannot listen."""
         settings = self.service.settings
         endpoint = self._endpoint
-        server = Server(
-            endpoint.handle, endpoint.at_once, settings.limits, self.service.cells, self._heads
-        )
+        server = Server(endpoint.handle, endpoint.at_once, settings.limits, self.service.cells, self._heads)
         runner = web.ServerRunner(server, shutdown_timeout=settings.limits.drain_s)
         await runner.setup()
         host, port = settings.address()
