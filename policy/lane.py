@@ -68,7 +68,9 @@ class Lane:
         stored = request.hit(tier)
         self.usable = usable = usable_tokens(stored, request.prompt_tokens, self.unit, request.tail_tokens)
         self.gain = usable - start if usable > start else 0
-        self.rest_s: float | None = None  # to compute what follows the usable prefix, once it was asked for
+        # To compute everything after what is resident, and what follows the usable prefix; None where not known yet.
+        self.recompute_s: float | None = None
+        self.rest_s: float | None = None
 
     def no_gain(self) -> str:
         stored = self.request.hit(self.tier)
@@ -181,8 +183,9 @@ class Lane:
         moved = transfer.bytes(self.gain)
         if moved == 0:
             return None, "these layers keep nothing that a load would have to move"
-        rest_s = cost.recompute_s(self.usable, prompt, chunk) if self.rest_s is None else self.rest_s
-        saved = cost.recompute_s(self.start, prompt, chunk) - rest_s
+        whole_s, rest_s = self.recompute_s, self.rest_s
+        saved = cost.recompute_s(self.start, prompt, chunk) if whole_s is None else whole_s
+        saved -= cost.recompute_s(self.usable, prompt, chunk) if rest_s is None else rest_s
         # With all copies done while the device was busy, what is saved is left.
         hidden = [(0.0, saved)] if self.busy_s else []
         rates = []

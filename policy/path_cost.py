@@ -34,7 +34,10 @@ class PathCost:
 
     def recompute_s(self, resident: int, prompt: int, chunk: int | None = None) -> float:
         """Seconds to compute tokens `[resident, prompt)` and the first token after them."""
-        return self.prefill.prefill_s(resident, prompt - resident, chunk) + self.prefill.head_s
+        prefill = self.prefill
+        if chunk is None:
+            return prefill.pass_s(resident, prompt - resident) + prefill.head_s
+        return prefill.prefill_s(resident, prompt - resident, chunk) + prefill.head_s
 
     def load_s(
         self,

@@ -131,6 +131,7 @@ class Planner:
         if len(useful) == 1:
             # Each way has one candidate at most.
             lane = useful[0]
+            lane.recompute_s = candidates[0].compute_s
             ways = [lane.load(), lane.best_split(), lane.two_ended() if self._two_ended else None]
             candidates += [estimate for estimate in ways if estimate is not None]
         elif useful:

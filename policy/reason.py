@@ -74,8 +74,14 @@ def _said(plan: Plan, estimate: Estimate) -> str:
     if start > resident:
         front_s = show_seconds(estimate.front_s)
         then = f" beside the {start - resident} tokens before it computed in {front_s}, then"
+    rest_s = compute_s - estimate.front_s
+    if ttft_s < 0.99 and 0.01 <= transfer_s < 0.99 and 0.01 <= rest_s:
+        # What `show_seconds` says of most; it is called a dozen times for a reason.
+        total, copied, rest = f"{ttft_s * 1e3:.1f} ms", f"{transfer_s * 1e3:.1f} ms", f"{rest_s * 1e3:.1f} ms"
+    else:
+        total, copied, rest = show_seconds(ttft_s), show_seconds(transfer_s), show_seconds(rest_s)
     return (
-        f"{estimate.path} of {loaded} tokens ({show_bytes(size)}) from {tiers} {show_seconds(ttft_s)}{queue}"
-        f" (copy {show_seconds(transfer_s)} at {show_rate(size / transfer_s) if transfer_s else 'once'}{groups}{then}"
-        f" {computed - loaded - start + resident} tokens computed in {show_seconds(compute_s - estimate.front_s)})"
+        f"{estimate.path} of {loaded} tokens ({show_bytes(size)}) from {tiers} {total}{queue}"
+        f" (copy {copied} at {show_rate(size / transfer_s) if transfer_s else 'once'}{groups}{then}"
+        f" {computed - loaded - start + resident} tokens computed in {rest})"
     )

@@ -89,8 +89,8 @@ class TransferCost:
         if self.counted is not None:
             whole, copies = self.counted
             return max(1, -(-tokens * copies // whole))
-        runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
-        return runs * self.runs_per_layer
+        run = self.run_tokens
+        return self.runs_per_layer if run is None else -(-tokens // run) * self.runs_per_layer
 
     def even(self, unit: int) -> bool:
         """Whether every load unit of `unit` tokens costs as much to move as every other, and events are free."""
@@ -146,7 +146,7 @@ class TransferCost:
         link = self.link
         if self.layout != "layer_major" or link.rate_table:
             return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
-        # `lead_s` and `layer_s` written out: a decision comes here most often.
+        # `lead_s` and `layer_s` written out: a decision comes here several times.
         fixed = self.copies(tokens) * link.per_copy_s if link.per_copy_s else 0.0
         layer_s = fixed + tokens * self.layer_bytes_per_token / link.rate_bytes_per_s
         return self.queued_s + link.latency_s + tokens * self.per_token_s + self.layers * layer_s
@@ -218,7 +218,8 @@ class TransferCost:
 
     def fixed_s(self, tokens: int) -> float:
         """What a transfer costs whatever the rate: what comes before it, and per-copy cost."""
-        lead_s, per_copy_s = self.lead_s(tokens), self.link.per_copy_s
+        per_copy_s = self.link.per_copy_s
         if not per_copy_s:
-            return lead_s
-        return lead_s + self.copies(tokens) * (self.layers if self.by_layer else 1) * per_copy_s
+            return self.lead_s(tokens)
+        copies = self.copies(tokens) * (self.layers if self.layout == "layer_major" else 1)
+        return self.lead_s(tokens) + copies * per_copy_s

@@ -102,33 +102,38 @@ def _three_digits(value: float) -> str:
     """Three significant digits without an exponent: "1.62", "51.4", "989", "2,199"."""
     size = abs(value)
     if size >= 99.95:
-        return f"{value:,.0f}" if size >= 999.5 else f"{value:.0f}"
+        return f"{value:,.0f}"
     text = f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
-    return text.rstrip("0").rstrip(".") if text[-1] == "0" else text
+    return text.rstrip("0").rstrip(".")
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
     """The value in the largest unit that leaves a digit before the point, after rounding."""
-    size = abs(value)
     for scale, unit in steps:
-        if size >= 0.9995 * scale:
+        if abs(value) >= 0.9995 * scale:
             return f"{_three_digits(value / scale)} {unit}"
     scale, unit = steps[-1]
     return f"{_three_digits(value / scale)} {unit}"
 
 
-_RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+# A reason holds half a dozen of these. Of most `g` says in one step what `_scaled` would: away from where three digits
+# round up to a fourth, which it shows as another number of decimals, or as an exponent.
 
 
 def show_rate(bytes_per_s: float) -> str:
     """A rate as people read it, 1 GB = 1e9 bytes: "51.2 GB/s"."""
-    return _scaled(bytes_per_s, _RATES)
+    if 1e9 <= bytes_per_s < 9.99e9 or 1e10 <= bytes_per_s < 9.99e11:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return _scaled(bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s")))
 
 
 def show_bytes(count: float) -> str:
     """A size as people read it, 1 GB = 1e9 bytes: "1.62 GB"."""
-    return _scaled(count, _SIZES)
+    if 1e9 <= count < 9.99e9 or 1e10 <= count < 9.99e11:
+        return f"{count / 1e9:.3g} GB"
+    if 1e7 <= count < 9.99e8:
+        return f"{count / 1e6:.3g} MB"
+    return _scaled(count, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
 
 
 def show_seconds(seconds: float) -> str:

@@ -41,7 +41,7 @@ class Gist(msgspec.Struct, frozen=True, gc=False):
 def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
     """A plan's gist; `listed` is what was said to be stored, loadable or not."""
     plan, request = found.plan, found.request
-    path, load, estimates = plan.path, plan.load, plan.estimates
+    path, load, estimates, ttft_s = plan.path, plan.load, plan.estimates, plan.ttft_s
     rejected: Estimate | None = None
     for other, estimate in estimates.items():
         if estimate is None or other == path:
@@ -61,11 +61,11 @@ def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
         plan.group_layers,
         plan.prompt_tokens - plan.resident_tokens - load_tokens,
         plan.executor,
-        plan.ttft_s,
+        ttft_s,
         plan.exposed_s,
         bool(found.joins),
         request.device_busy_s,
-        None if slo_s is None else plan.ttft_s <= slo_s,
+        None if slo_s is None else ttft_s <= slo_s,
         Estimates(
             _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
         ),
@@ -83,7 +83,7 @@ def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
     return Gist(
         _encode(told)[:-1],
         path,
-        plan.ttft_s,
+        ttft_s,
         load_tokens,
         request.load_unit_tokens,
         tuple([segment.tier for segment in load]) if load else (),

@@ -22,7 +22,7 @@ from kvlane.policy.planner import Planner
 from kvlane.policy.service.answer import Gist, decision, gist_of, whose
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
-from kvlane.policy.service.metrics import Cells
+from kvlane.policy.service.metrics import Cells, DeploymentCells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
 from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
@@ -42,11 +42,14 @@ _Key = tuple[object, ...]
 
 
 class _Spot:
-    """One instance of a deployment: its place in the ledger, its name in answers, and its links."""
+    """One instance of a deployment: its place in the ledger, its name in answers, its links, what is counted of it."""
 
-    __slots__ = ("_links", "_of_tier", "place", "whom")
+    __slots__ = ("_links", "_of_tier", "cells", "place", "whom")
 
-    def __init__(self, deployment: Deployment, instance: str, node: str | None) -> None:
+    def __init__(
+        self, deployment: Deployment, instance: str, node: str | None, cells: DeploymentCells
+    ) -> None:
+        self.cells = cells
         self.place = Place(instance, node, deployment.scopes)
         self.whom = whose(deployment.name, instance)
         self._of_tier = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}
@@ -265,7 +268,8 @@ class Desk:
         if found is None:
             if len(self._spots) >= _MOST_SPOTS:
                 self._spots.clear()
-            found = self._spots[key] = _Spot(deployment, instance, node)
+            cells = self.cells.deployment(deployment.name)
+            found = self._spots[key] = _Spot(deployment, instance, node, cells)
         return found
 
     def _hits(
@@ -325,7 +329,7 @@ class Desk:
         )
         if len(self.made) > self.limits.remembered:
             self.made.popitem(last=False)
-        cells = self.cells.deployment(deployment.name).paths
+        cells = work.spot.cells.paths
         chosen = cells[gist.path]
         one_more(chosen.by_tier, gist.tiers[0] if len(gist.tiers) == 1 else "+".join(gist.tiers))
         chosen.predicted_s.observe(gist.ttft_s)
