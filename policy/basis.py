@@ -7,10 +7,20 @@ from functools import lru_cache
 
 from kvlane.policy.calibrated_range import CalibratedRange
 from kvlane.policy.lane import Lane
+from kvlane.policy.machine import Link
 from kvlane.policy.plan import Estimate, Parameter, Path, Request
+from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.units import show_rate, show_seconds
 
 _NOTHING = "no stored prefix to load"
+
+
+def parameter(link: Link, transfer: TransferCost, tokens: int) -> Parameter:
+    """A link's rate and cost of copies, and how many of them a layer takes to load so many tokens."""
+    text = _said(link.rate_bytes_per_s, link.per_copy_s, link.origin)
+    if link.per_copy_s:
+        text = f"{transfer.copies(tokens or 1)} copies a layer, each {text}"
+    return Parameter(link.source, text)
 
 
 @lru_cache(256)
@@ -125,10 +135,7 @@ class Basis:
             for tier in used:
                 lane = self._lanes[tier]
                 link = lane.transfer.link
-                text = _said(link.rate_bytes_per_s, link.per_copy_s, link.origin)
-                if link.per_copy_s:
-                    text = f"{lane.transfer.copies(lane.gain or 1)} copies a layer, each {text}"
-                found["link." + link.name] = Parameter(link.source, text)
+                found["link." + link.name] = parameter(link, lane.transfer, lane.gain)
         return found
 
     @property

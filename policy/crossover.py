@@ -40,6 +40,10 @@ class Kept:
         self._found: dict[_Key, int | None] = {}  # None where it is another for each prompt
         self._once: set[_Key] = set()
 
+    def known(self, start: int, busy_s: float, queued_s: float) -> int | None:
+        """The crossover behind those queues, None where it is not known to be every prompt's."""
+        return self._found.get((start, busy_s, queued_s))
+
     def tokens(self, lane: Lane) -> int | None:
         """The crossover of this lane, its shortest prefix where loading is faster from there on, None where
         recomputing is faster throughout."""
@@ -63,11 +67,15 @@ class Kept:
 def crossover(lane: Lane, kept: Kept | None) -> Crossover:
     """The prefix length from which on loading all of it is not slower, and a word on it."""
     tokens = search(lane) if kept is None else kept.tokens(lane)
+    return in_words(tokens, lane.start, lane.request.prompt_tokens - lane.usable)
+
+
+def in_words(tokens: int | None, start: int, suffix: int) -> Crossover:
+    """What `Kept.tokens` says, with a word on it."""
     if tokens is None:
         return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
-    if tokens == lane.start + 1:
+    if tokens == start + 1:
         return None, "loading is faster for a prefix of any length up to this one"
-    suffix = lane.request.prompt_tokens - lane.usable
     return tokens, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
 
 
@@ -99,7 +107,7 @@ def saved(lane: Lane) -> Callable[[int], float]:
     cost, transfer, chunk = lane.cost, lane.transfer, lane.chunk
     start, busy_s = lane.start, lane.busy_s
     suffix = lane.request.prompt_tokens - lane.usable
-    if cost.executor != "bulk" or chunk is not None:
+    if cost.executor != "bulk":
 
         def saved_s(prefix: int) -> float:
             prompt = prefix + suffix
@@ -108,15 +116,15 @@ def saved(lane: Lane) -> Callable[[int], float]:
 
         return saved_s
 
-    pass_s, total_s, head_s = cost.prefill.pass_s, transfer.total_s, cost.prefill.head_s
+    prefill_s, total_s, head_s = cost.prefill.prefill_s, transfer.total_s, cost.prefill.head_s
 
-    def saved_in_one_pass_s(prefix: int) -> float:
+    def saved_in_bulk_s(prefix: int) -> float:
         # The same written out, to the last bit: some ten prefixes are tried.
         wait_s = total_s(prefix - start)
-        load_s = pass_s(prefix, suffix) + head_s + (wait_s if wait_s > busy_s else busy_s)
-        return busy_s + (pass_s(start, prefix + suffix - start) + head_s) - load_s
+        load_s = prefill_s(prefix, suffix, chunk) + head_s + (wait_s if wait_s > busy_s else busy_s)
+        return busy_s + (prefill_s(start, prefix + suffix - start, chunk) + head_s) - load_s
 
-    return saved_in_one_pass_s
+    return saved_in_bulk_s
 
 
 def holds_for_all(lane: Lane, tokens: int) -> bool:

@@ -13,6 +13,10 @@ from kvlane.policy.search import closed_in, lowest_maximum
 from kvlane.policy.split_points import SplitPoints, only_ends_count
 from kvlane.policy.transfer_cost import Computes, TransferCost
 
+# Words on the break-even rate.
+FASTER_ABOVE = "above this link rate loading everything is faster"
+AT_NO_RATE = "loading saves less time than its fixed cost, at any rate"
+
 
 def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part], band: float) -> Estimate:
     """Computing what lies before `parts` while they load, beside each other, and then the rest of the prompt."""
@@ -200,8 +204,8 @@ class Lane:
             ]
         found = [rate for rate in rates if rate is not None]
         if not found:
-            return None, "loading saves less time than its fixed cost, at any rate"
-        return min(found), "above this link rate loading everything is faster"
+            return None, AT_NO_RATE
+        return min(found), FASTER_ABOVE
 
     def _budgets(self, saved: float, computes: Computes, group: int) -> list[tuple[float, float]]:
         """The bytes that are there when each group of layers has arrived, and the seconds they may take.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Path = Literal["load", "recompute", "split"]
 Executor = Literal["bulk", "layered", "two_ended"]
 EXECUTORS: tuple[Executor, ...] = ("bulk", "layered", "two_ended")
-_MEASURED: frozenset[Source] = frozenset(("calibration", "explicit"))
+MEASURED: frozenset[Source] = frozenset(("calibration", "explicit"))
 
 
 # Several of these are made for every decision: a struct takes a sixth of the time that a dataclass does.
@@ -330,7 +330,7 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether all of them were measured here or stated."""
-        return _MEASURED.issuperset([parameter.source for parameter in self.parameters_from.values()])
+        return MEASURED.issuperset([parameter.source for parameter in self.parameters_from.values()])
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_by
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.path_cost import PathCost
+from kvlane.policy.plain import NO_SPLIT, PlainTier
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
@@ -37,13 +38,15 @@ _KEPT_ROUTES = 64
 class Route:
     """What is the same for all loads from one tier in load units of one size.
 
-    `band` is the half-width of their error bands, `kept` the crossovers found.
+    `band` is the half-width of their error bands, `kept` the crossovers found, `plain` what decides loads from it alone
+    in few steps, where these are plain enough.
     """
 
-    __slots__ = ("band", "kept", "transfer")
+    __slots__ = ("band", "kept", "plain", "transfer")
 
     def __init__(self, transfer: TransferCost, band: float) -> None:
         self.transfer, self.band, self.kept = transfer, band, Kept()
+        self.plain: PlainTier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class Planner:
     def _no_split(self) -> str:
         if self.model.recurrent:
             return "no state checkpoint lies inside the usable prefix"
-        return "the usable prefix is a single load unit"
+        return NO_SPLIT
 
     def _pairs(self, lanes: Sequence[Lane]) -> tuple[list[TwoTiers], list[TwoTiers]]:
         """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
@@ -265,7 +268,23 @@ class Planner:
             )
             band = max(self._compute_band, self._link_band(link))
             known = self._transfers[key] = Route(transfer, band)
+            if self._ranges is None and PlainTier.fits(self, transfer, load_unit_tokens):
+                known.plain = PlainTier(
+                    self,
+                    tier,
+                    load_unit_tokens,
+                    transfer,
+                    band,
+                    known.kept,
+                    self._prefill_from,
+                    self._compute_band,
+                )
         return known
+
+    def plain(self, tier: str, load_unit_tokens: int) -> PlainTier | None:
+        """What decides in few steps requests with a hit in that tier alone, prefilled in one pass on an idle device;
+        None where there are no such steps."""
+        return self._route(tier, load_unit_tokens).plain
 
     def _lane(self, tier: str, request: Request) -> Lane:
         route = self._route(tier, request.load_unit_tokens)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from kvlane.policy.units import show_bytes, show_rate, show_seconds
 
 if TYPE_CHECKING:
-    from kvlane.policy.plan import Estimate, Plan
+    from collections.abc import Sequence
+
+    from kvlane.policy.plan import Estimate, Executor, Plan
 
 
 def reason(plan: Plan) -> str:
@@ -16,31 +18,58 @@ def reason(plan: Plan) -> str:
     chosen = plan.estimates[plan.path]
     assert chosen is not None
     others = [other for other in plan.estimates.values() if other is not None and other.path != plan.path]
-    said = _said(plan, chosen)
     if not others:
         missing = "; ".join(dict.fromkeys(plan.unavailable.values()))
+        said = _said(chosen, plan.prompt_tokens, plan.resident_tokens, plan.executor)
         return f"{said}: nothing to weigh it against ({missing})"
+    basis = plan.basis
+    return weighed(
+        chosen,
+        others,
+        plan.prompt_tokens,
+        plan.resident_tokens,
+        plan.executor,
+        plan.tie_margin,
+        basis.tier,
+        basis.link_rate,
+        basis.break_even[0],
+    )
+
+
+def weighed(
+    chosen: Estimate,
+    others: Sequence[Estimate],
+    prompt: int,
+    resident: int,
+    executor: Executor,
+    tie_margin: float,
+    tier: str | None,
+    rate: float | None,
+    needed: float | None,
+) -> str:
+    """The same from its parts: what was chosen and the others there were, the request's tokens, and the tier whose link
+    reaches `rate` where `needed` would make a tie; both None where there is no such rate."""
+    said = _said(chosen, prompt, resident, executor)
     best = others[0] if len(others) == 1 else min(others, key=_ttft)
     if best.ttft_s < chosen.ttft_s:
         verdict = (
-            f"{said} is within {plan.tie_margin:.0%} of {_said(plan, best)}, and such a near-tie goes to the"
-            " steadier path"
+            f"{said} is within {tie_margin:.0%} of {_said(best, prompt, resident, executor)}, and such a near-tie"
+            " goes to the steadier path"
         )
     else:
-        verdict = f"{said} < {_said(plan, best)}"
+        verdict = f"{said} < {_said(best, prompt, resident, executor)}"
     for other in others:
         if other is not best:
-            verdict += f", {'<' if chosen.ttft_s < other.ttft_s else '>='} {_said(plan, other)}"
-    basis = plan.basis
-    rate, needed = basis.link_rate, basis.break_even[0]
+            sign = "<" if chosen.ttft_s < other.ttft_s else ">="
+            verdict += f", {sign} {_said(other, prompt, resident, executor)}"
     if needed is None or rate is None:
-        return f"{verdict} ({plan.executor} executor)"
+        return f"{verdict} ({executor} executor)"
     # With several tiers in it the sentence says whose link this is.
     alone = len(chosen.load) > 1
-    link = f"{basis.tier}'s link at" if alone else "the link's"
+    link = f"{tier}'s link at" if alone else "the link's"
     return (
         f"{verdict}; {link} {_shown(rate)} is {'above' if rate >= needed else 'below'} the break-even rate of"
-        f" {show_rate(needed)} for loading everything{' from it alone' if alone else ''} ({plan.executor} executor)"
+        f" {show_rate(needed)} for loading everything{' from it alone' if alone else ''} ({executor} executor)"
     )
 
 
@@ -52,15 +81,15 @@ def _ttft(estimate: Estimate) -> float:
     return estimate.ttft_s
 
 
-def _said(plan: Plan, estimate: Estimate) -> str:
+def _said(estimate: Estimate, prompt: int, resident: int, executor: Executor) -> str:
     """One estimate in words with its parts, as far as they are disjoint."""
     ttft_s, compute_s, transfer_s = estimate.ttft_s, estimate.compute_s, estimate.transfer_s
-    load, resident = estimate.load, plan.resident_tokens
+    load = estimate.load
     # Copies alone expose no more than they take: the rest is the device's queue.
     queue = ""
     if ttft_s - compute_s > transfer_s + 1e-6 * ttft_s:
         queue = f" ({show_seconds(estimate.exposed_s)} of it in the queue)"
-    computed = plan.prompt_tokens - resident
+    computed = prompt - resident
     if not load:
         return f"recompute of {computed} tokens {show_seconds(ttft_s)}{queue}"
     first = load[0]
@@ -70,12 +99,12 @@ def _said(plan: Plan, estimate: Estimate) -> str:
         size = estimate.load_bytes
         tiers = " and ".join([f"{segment.tier} ({segment.tokens})" for segment in load])
     groups = f" in groups of {estimate.group_layers} layers" if estimate.group_layers > 1 else ""
-    then = " then" if plan.executor == "bulk" else " under"
+    then = " then" if executor == "bulk" else " under"
     if start > resident:
         front_s = show_seconds(estimate.front_s)
         then = f" beside the {start - resident} tokens before it computed in {front_s}, then"
     rest_s = compute_s - estimate.front_s
-    if ttft_s < 0.99 and 0.01 <= transfer_s < 0.99 and 0.01 <= rest_s:
+    if ttft_s < 0.99 and 0.01 <= transfer_s < 0.99 and rest_s >= 0.01:
         # What `show_seconds` says of most; it is called a dozen times for a reason.
         total, copied, rest = f"{ttft_s * 1e3:.1f} ms", f"{transfer_s * 1e3:.1f} ms", f"{rest_s * 1e3:.1f} ms"
     else:

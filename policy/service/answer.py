@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET
 
 from kvlane.policy.assignment import Assignment
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
+from kvlane.policy.plain import NO_SPLIT, Told
+from kvlane.policy.plan import Estimate, Executor, LoadSegment, Parameter, Path
 from kvlane.policy.service.answers import (
     Advice,
     Estimates,
@@ -40,68 +41,132 @@ class Gist(msgspec.Struct, frozen=True, gc=False):
 
 def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
     """A plan's gist; `listed` is what was said to be stored, loadable or not."""
-    plan, request = found.plan, found.request
-    path, load, estimates, ttft_s = plan.path, plan.load, plan.estimates, plan.ttft_s
+    plan, request, basis = found.plan, found.request, found.plan.basis
+    chosen = plan.estimates[plan.path]
+    assert chosen is not None
+    return _gist(
+        chosen,
+        plan.estimates,
+        plan.prompt_tokens,
+        plan.resident_tokens,
+        request.load_unit_tokens,
+        listed,
+        plan.executor,
+        bool(found.joins),
+        request.device_busy_s,
+        None if slo_s is None else plan.ttft_s <= slo_s,
+        plan.unavailable,
+        basis.crossover,
+        basis.break_even,
+        plan.calibrated,
+        basis.parameters,
+        plan.notes,
+        found.reason,
+    )
+
+
+def gist_of_plain(told: Told, prompt: int, resident: int, unit: int, listed: list[Hit]) -> Gist:
+    """The same of a plan that was told at once."""
+    return _gist(
+        told.chosen,
+        {"load": told.load, "recompute": told.recompute, "split": told.split},
+        prompt,
+        resident,
+        unit,
+        listed,
+        "bulk",
+        False,
+        0.0,
+        None,
+        {} if told.split is not None else {"split": NO_SPLIT},
+        told.crossover,
+        told.break_even,
+        told.calibrated,
+        told.parameters,
+        (),
+        told.reason,
+    )
+
+
+def _gist(
+    chosen: Estimate,
+    estimates: Mapping[Path, Estimate | None],
+    prompt: int,
+    resident: int,
+    unit: int,
+    listed: list[Hit],
+    executor: Executor,
+    joined: bool,
+    busy_s: float,
+    meets_slo: bool | None,
+    unavailable: dict[Path, str],
+    crossover: tuple[int | None, str],
+    break_even: tuple[float | None, str],
+    calibrated: bool,
+    parameters: dict[str, Parameter],
+    notes: tuple[str, ...],
+    reason: str,
+) -> Gist:
+    path, load, ttft_s = chosen.path, chosen.load, chosen.ttft_s
     rejected: Estimate | None = None
-    for other, estimate in estimates.items():
-        if estimate is None or other == path:
+    for estimate in estimates.values():
+        if estimate is None or estimate.path == path:
             continue
         if rejected is None or estimate.ttft_s < rejected.ttft_s:
             rejected = estimate
     # The runs of a load follow each other without a gap.
     load_tokens = load[-1].end - load[0].start if load else 0
-    basis = plan.basis
-    crossover_tokens, crossover_note = basis.crossover
-    break_even, break_even_note = basis.break_even
-    # By place, in the order of `Advice`: names cost as much as all else here.
+    # By place, in the order of `Advice`: names would cost as much as all else here.
     told = Advice(
         path,
         load,
         load_tokens,
-        plan.group_layers,
-        plan.prompt_tokens - plan.resident_tokens - load_tokens,
-        plan.executor,
+        chosen.group_layers,
+        prompt - resident - load_tokens,
+        executor,
         ttft_s,
-        plan.exposed_s,
-        bool(found.joins),
-        request.device_busy_s,
-        None if slo_s is None else ttft_s <= slo_s,
+        chosen.exposed_s,
+        joined,
+        busy_s,
+        meets_slo,
         Estimates(
             _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
         ),
-        plan.unavailable,
-        crossover_tokens,
-        crossover_note,
-        break_even,
-        break_even_note,
-        plan.calibrated,
-        basis.parameters,
-        plan.notes,
-        found.reason,
-        TransferParams(load_tokens) if _needs_cap(request, load, load_tokens, listed) else UNSET,
+        unavailable,
+        crossover[0],
+        crossover[1],
+        break_even[0],
+        break_even[1],
+        calibrated,
+        parameters,
+        notes,
+        reason,
+        TransferParams(load_tokens)
+        if _needs_cap(load, resident, load_tokens, prompt, unit, listed)
+        else UNSET,
     )
     return Gist(
         _encode(told)[:-1],
         path,
         ttft_s,
         load_tokens,
-        request.load_unit_tokens,
+        unit,
         tuple([segment.tier for segment in load]) if load else (),
         None if rejected is None else rejected.path,
         0.0 if rejected is None else rejected.ttft_s,
     )
 
 
-def _needs_cap(request: Request, load: Sequence[LoadSegment], load_tokens: int, listed: list[Hit]) -> bool:
+def _needs_cap(
+    load: Sequence[LoadSegment], resident: int, load_tokens: int, prompt: int, unit: int, listed: list[Hit]
+) -> bool:
     """Whether less is to be loaded than an engine would find stored."""
-    if load and load[0].start > request.resident_tokens:
+    if load and load[0].start > resident:
         return False  # a cap counts from the resident prefix: it cannot say that the front is computed
-    planned = request.resident_tokens + load_tokens
+    planned = resident + load_tokens
     for hit in listed:
         tokens = min(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
-        if planned < usable_tokens(
-            tokens, request.prompt_tokens, request.load_unit_tokens, request.tail_tokens
-        ):
+        if planned < usable_tokens(tokens, prompt, unit):
             return True
     return False
 

@@ -19,7 +19,7 @@ from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import Gist, decision, gist_of, whose
+from kvlane.policy.service.answer import Gist, decision, gist_of, gist_of_plain, whose
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.metrics import Cells, DeploymentCells
@@ -234,6 +234,11 @@ class Desk:
             spot.resident_tokens,
             deployment.settings.prefill_chunk_tokens,
         )
+        if key is not None and chunk is None and len(hits) == 1 and not busy_s:
+            gist = self._plainly(planner, asked, spot, hits, queued_s, unit)
+            if gist is not None:
+                _keep(worked, key, gist)
+                return _Work(where, gist)
         try:
             if checkpoints:
                 request = Request(
@@ -255,11 +260,28 @@ class Desk:
             found.plan.remarks = tuple(notes)
         gist = gist_of(found, spot.hits, asked.ttft_slo_s)
         if key is not None:
-            if len(worked) >= _MOST_WORKED:
-                worked.clear()
-            worked[key] = gist
+            _keep(worked, key, gist)
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
         return _Work(where, gist, booking)
+
+    def _plainly(
+        self,
+        planner: Planner,
+        asked: DecideRequest,
+        spot: DecideRequest | Candidate,
+        hits: Mapping[str, int],
+        queued_s: Mapping[str, float],
+        unit: int,
+    ) -> Gist | None:
+        """What to do with one hit, for most of those that ask; None where that takes more."""
+        ((tier, stored),) = hits.items()
+        if queued_s[tier]:
+            return None
+        plain = planner.plain(tier, unit)
+        told = None if plain is None else plain.decide(asked.prompt_tokens, spot.resident_tokens, stored)
+        if told is None:
+            return None
+        return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)
 
     def _spot(self, deployment: Deployment, instance: str, node: str | None) -> _Spot:
         """An instance, remembered: what follows from its names is needed for every decision."""
@@ -335,6 +357,12 @@ class Desk:
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
+
+
+def _keep(worked: dict[_Key, Gist], key: _Key, gist: Gist) -> None:
+    if len(worked) >= _MOST_WORKED:
+        worked.clear()
+    worked[key] = gist
 
 
 def _ttft(work: _Work) -> float:
