@@ -40,6 +40,10 @@ class Kept:
         self._found: dict[_Key, int | None] = {}  # None where it is another for each prompt
         self._once: set[_Key] = set()
 
+    def __len__(self) -> int:
+        """How many are remembered, those asked for once among them."""
+        return len(self._once)
+
     def known(self, start: int, busy_s: float, queued_s: float) -> int | None:
         """The crossover behind those queues, None where it is not known to be every prompt's."""
         return self._found.get((start, busy_s, queued_s))

@@ -1,7 +1,7 @@
 """The commonest decision in few steps: one stored prefix, nothing queued, all copies before one pass over equal layers.
 
-What `Planner.decide` finds, and what its plan says when asked, is worked out for that case without the objects that make
-room for all others: the same costs are added in the same order, so that both are equal to the last bit.
+What `Planner.decide` finds, and what its plan says when asked, is worked out for that case without the objects that
+make room for all others: the same costs are added in the same order, so that both are equal to the last bit.
 """
 
 from __future__ import annotations

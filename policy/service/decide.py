@@ -19,14 +19,15 @@ from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import Gist, decision, gist_of, gist_of_plain, whose
+from kvlane.policy.service.answer import Gist, decision, gist_of, gist_of_plain
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
-from kvlane.policy.service.metrics import Cells, DeploymentCells
+from kvlane.policy.service.metrics import Cells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
 from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
 from kvlane.policy.service.promises import Promises
+from kvlane.policy.service.spots import Spot
 from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
 from kvlane.policy.units import LONGEST_S
 
@@ -41,33 +42,10 @@ _PROBE_AFTER_S = 10.0
 _Key = tuple[object, ...]
 
 
-class _Spot:
-    """One instance of a deployment: its place in the ledger, its name in answers, its links, what is counted of it."""
-
-    __slots__ = ("_links", "_of_tier", "cells", "place", "whom")
-
-    def __init__(
-        self, deployment: Deployment, instance: str, node: str | None, cells: DeploymentCells
-    ) -> None:
-        self.cells = cells
-        self.place = Place(instance, node, deployment.scopes)
-        self.whom = whose(deployment.name, instance)
-        self._of_tier = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}
-        self._links: dict[tuple[str, ...], tuple[LinkKey, ...]] = {(): ()}
-
-    def links(self, tiers: tuple[str, ...]) -> tuple[LinkKey, ...]:
-        """The links over which a load from these tiers goes, each once."""
-        found = self._links.get(tiers)
-        if found is None:
-            found = tuple({self.place.link(self._of_tier[tier]) for tier in tiers})
-            self._links[tiers] = found
-        return found
-
-
 class _Work(msgspec.Struct, frozen=True):
     """What one instance should do; how it is booked where that was asked for."""
 
-    spot: _Spot
+    spot: Spot
     gist: Gist
     booking: Booking | None = None
 
@@ -105,7 +83,7 @@ class Desk:
         names = {deployment.name: deployment for deployment in deployments.values()}
         self._only = next(iter(names.values())) if len(names) == 1 else None
         self._names = ", ".join(names)[:200]
-        self._spots: dict[tuple[str, str, str | None], _Spot] = {}
+        self._spots: dict[tuple[str, str, str | None], Spot] = {}
         for name in names:
             self.cells.deployment(name)
 
@@ -283,7 +261,7 @@ class Desk:
             return None
         return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)
 
-    def _spot(self, deployment: Deployment, instance: str, node: str | None) -> _Spot:
+    def _spot(self, deployment: Deployment, instance: str, node: str | None) -> Spot:
         """An instance, remembered: what follows from its names is needed for every decision."""
         key = deployment.name, instance, node
         found = self._spots.get(key)
@@ -291,7 +269,7 @@ class Desk:
             if len(self._spots) >= _MOST_SPOTS:
                 self._spots.clear()
             cells = self.cells.deployment(deployment.name)
-            found = self._spots[key] = _Spot(deployment, instance, node, cells)
+            found = self._spots[key] = Spot(deployment, instance, node, cells)
         return found
 
     def _hits(

@@ -1,10 +1,10 @@
 """Requests whose head is known: one that begins like one that was let through, byte for byte, is let through as well.
 
 To parse a head, to make an object and a task of it, and to look at its fields takes as long as a decision, and clients
-send the same head again and again: only the length in it differs. So a head is remembered once aiohttp has parsed it and
-it has passed all that is asked of it; when the same bytes come again, and with them a body of the length they declare
-and nothing more, the body is all that is left to look at. What differs by a single byte, comes in several pieces, or
-comes while another request is on its way goes through aiohttp, as everything does at first.
+send the same head again and again: only the length in it differs. So a head is remembered once aiohttp has parsed it
+and it has passed all that is asked of it; when the same bytes come again, and with them a body of the length they
+declare and nothing more, the body is all that is left to look at. What differs by a single byte, comes in several
+pieces, or comes while another request is on its way goes through aiohttp, as everything does at first.
 """
 
 from __future__ import annotations
