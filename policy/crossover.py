@@ -45,15 +45,19 @@ class Kept:
         return len(self._once)
 
     def known(self, start: int, busy_s: float, queued_s: float) -> int | None:
-        """The crossover behind those queues, None where it is not known to be every prompt's."""
+        """The crossover behind those queues where all is computed in one pass, None where it is not known to be every
+        prompt's."""
         return self._found.get((start, busy_s, queued_s))
 
     def tokens(self, lane: Lane) -> int | None:
         """The crossover of this lane, its shortest prefix where loading is faster from there on, None where
         recomputing is faster throughout."""
+        if lane.chunk is not None and lane.request.prompt_tokens - lane.start > lane.chunk:
+            return search(lane)
         key = lane.start, lane.busy_s, lane.transfer.queued_s
         known = self._found.get(key)
-        if known is not None:
+        # With chunks only what is not longer than this request's prefix is sure to be one pass.
+        if known is not None and (lane.chunk is None or known <= lane.usable):
             return known
         tokens = search(lane)
         if key in self._once:
@@ -88,7 +92,7 @@ def search(lane: Lane) -> int | None:
 
     Where chunks make several crossovers it is the one nearest to this request's prefix: it answers for this request.
     """
-    saved_s = saved(lane)
+    saved_s = saved(lane, lane.chunk)
     shortest = lane.start + 1
     low = high = max(shortest, lane.usable)
     if saved_s(high) >= 0:
@@ -106,9 +110,9 @@ def search(lane: Lane) -> int | None:
     return crossing(saved_s, range(low, high + 1))[1]
 
 
-def saved(lane: Lane) -> Callable[[int], float]:
+def saved(lane: Lane, chunk: int | None) -> Callable[[int], float]:
     """Seconds that loading a whole prefix of so many tokens saves over recomputing it, the suffix held fixed."""
-    cost, transfer, chunk = lane.cost, lane.transfer, lane.chunk
+    cost, transfer = lane.cost, lane.transfer
     start, busy_s = lane.start, lane.busy_s
     suffix = lane.request.prompt_tokens - lane.usable
     if cost.executor != "bulk":
@@ -132,7 +136,7 @@ def saved(lane: Lane) -> Callable[[int], float]:
 
 
 def holds_for_all(lane: Lane, tokens: int) -> bool:
-    """Whether every search in the same queues finds the same, whatever prompt and prefix it begins with.
+    """Whether every search in the same queues finds the same, whatever prompt it begins with that is one pass.
 
     That is where loading is slower for all shorter prefixes and for none from `tokens` on, by more than rounding.
     For `x` tokens loaded what is saved, but for the device's queue, is `q(x) - stair * ceil(x / run)` with a convex
@@ -146,16 +150,16 @@ def holds_for_all(lane: Lane, tokens: int) -> bool:
     if (
         type(prefill) is not PrefillCost
         or type(transfer) is not TransferCost
-        or lane.chunk is not None
         or (lane.cost.executor != "bulk" and transfer.by_layer)
         or prefill.floored
         or cost != prefill.extend
         or cost.rectangle
+        or cost.pair_s < 0
         or link.rate_table
         or transfer.counted is not None
     ):
         return False
-    saved_s = saved(lane)
+    saved_s = saved(lane, None)
     longest_s = prefill.pass_s(start, 2 * MOST_TOKENS) + transfer.total_s(MOST_TOKENS) + lane.busy_s
     surely = _ROUNDING * longest_s
     run = transfer.run_tokens or 2 * MOST_TOKENS

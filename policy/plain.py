@@ -69,14 +69,16 @@ class PlainTier:
             and transfer.layer_bytes_per_token > 0
         )
 
-    def decide(self, prompt: int, resident: int, stored: int) -> Told | None:
-        """The plan for one request; None where it is to be refused, has nothing to load, or its crossover is not known
-        yet: then `Planner.decide` is asked, which finds it."""
+    def decide(self, prompt: int, resident: int, stored: int, chunk: int | None = None) -> Told | None:
+        """The plan for one request; None where it is to be refused, has nothing to load, takes several passes, or its
+        crossover is not known yet: then `Planner.decide` is asked, which finds it."""
         unit = self.unit
         usable = (stored if stored < prompt else prompt - 1) // unit * unit
         gain = usable - resident
         tokens = self.kept.known(resident, 0.0, 0.0)
         if gain <= 0 or stored > prompt or tokens is None:
+            return None
+        if chunk is not None and (prompt - resident > chunk or tokens > usable):
             return None
         whole_s = self.prefill.pass_s(resident, prompt - resident) + self.prefill.head_s
         recompute = Estimate("recompute", whole_s, whole_s, band=self.compute_band)

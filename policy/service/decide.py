@@ -212,8 +212,8 @@ class Desk:
             spot.resident_tokens,
             deployment.settings.prefill_chunk_tokens,
         )
-        if key is not None and chunk is None and len(hits) == 1 and not busy_s:
-            gist = self._plainly(planner, asked, spot, hits, queued_s, unit)
+        if key is not None and len(hits) == 1 and not busy_s:
+            gist = self._plainly(planner, asked, spot, hits, queued_s, unit, chunk)
             if gist is not None:
                 _keep(worked, key, gist)
                 return _Work(where, gist)
@@ -250,13 +250,16 @@ class Desk:
         hits: Mapping[str, int],
         queued_s: Mapping[str, float],
         unit: int,
+        chunk: int | None,
     ) -> Gist | None:
         """What to do with one hit, for most of those that ask; None where that takes more."""
         ((tier, stored),) = hits.items()
         if queued_s[tier]:
             return None
         plain = planner.plain(tier, unit)
-        told = None if plain is None else plain.decide(asked.prompt_tokens, spot.resident_tokens, stored)
+        if plain is None:
+            return None
+        told = plain.decide(asked.prompt_tokens, spot.resident_tokens, stored, chunk)
         if told is None:
             return None
         return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)

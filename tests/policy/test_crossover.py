@@ -80,7 +80,7 @@ def test_what_holds_for_all_is_found_by_every_search(
     lengths=prompts,
     resident=st.sampled_from((0, 0, 16, 100)),
     busy_s=st.sampled_from((0.0, 0.0, 0.01)),
-    chunk=st.sampled_from((None, None, 512)),
+    chunk=st.sampled_from((None, None, 512, 30_000, 200_000)),
 )
 @settings(max_examples=200, deadline=None)
 def test_what_is_kept_is_what_a_search_finds(

@@ -46,10 +46,11 @@ PROMPTS = st.integers(1, 400) | st.integers(1, 30_000)
     unit=st.sampled_from((1, 16, 64)),
     resident=st.sampled_from((0, 0, 1, 16, 100)),
     lengths=st.lists(st.tuples(PROMPTS, st.floats(0, 1)), min_size=1, max_size=8),
+    chunk=st.sampled_from((None, None, 512, 10_000)),
 )
 @settings(max_examples=300, deadline=None)
 def test_what_is_told_at_once_is_what_a_plan_says(
-    planner: Planner, unit: int, resident: int, lengths: list[tuple[int, float]]
+    planner: Planner, unit: int, resident: int, lengths: list[tuple[int, float]], chunk: int | None
 ) -> None:
     plain = planner.plain("host", unit)
     assert plain is not None
@@ -62,9 +63,10 @@ def test_what_is_told_at_once_is_what_a_plan_says(
             {"host": stored},
             resident_tokens=resident,
             load_unit_tokens=unit,
+            prefill_chunk_tokens=chunk,
             link_queue_s={"host": 0.0},
         )
-        told = plain.decide(rest, resident, stored)
+        told = plain.decide(rest, resident, stored, chunk)
         listed = [Hit("host", stored)]
         found = gist_of(assign(Ledger(), planner, request, Place("one"), 0.0), listed, None)
         if told is not None:
