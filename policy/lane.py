@@ -115,10 +115,12 @@ class Lane:
         # The same written out for one run of tokens whose layers have events of their own.
         prompt, chunk, tokens = self.request.prompt_tokens, self.chunk, end - begin
         wait = arrived = transfer.total_s(tokens)
-        if not bulk:
-            wait = transfer.wait_s(tokens, cost.computes(end, prompt, chunk))
+        if bulk:
+            rest = cost.recompute_s(end, prompt, chunk)
+        else:
+            computes, rest = cost.after(end, prompt, chunk)
+            wait = transfer.wait_s(tokens, computes)
         front = cost.prefill.prefill_s(self.start, begin - self.start, chunk) if begin > self.start else 0.0
-        rest = cost.recompute_s(end, prompt, chunk)
         ready = self.busy_s + front
         return Estimate(
             path,

@@ -137,9 +137,9 @@ class SplitPoints:
         return rest if self.chunk is None else min(rest, self.chunk)
 
     def _copy_beyond_compute(self, units: int) -> float:
-        end = units * self.unit
-        compute = self.prefill.pass_s(end, self._first_pass(end)) / self.prefill.layers
-        return self.transfer.layer_s(end - self.start) - compute
+        end, prefill = units * self.unit, self.prefill
+        new = self.prompt - end if self.chunk is None else self._first_pass(end)
+        return self.transfer.layer_s(end - self.start) - prefill.pass_s(end, new) / prefill.layers
 
     def _beyond_floor(self, resident: int, new: int) -> float:
         prefill = self.prefill

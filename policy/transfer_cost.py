@@ -123,7 +123,7 @@ class TransferCost:
         moved = tokens * self.layer_bytes_per_token
         if moved <= 0:
             return 0.0
-        if not self.by_layer:
+        if self.layout != "layer_major":
             return self._chunks_s(tokens) / self.layers
         link = self.link
         if not link.rate_table:
@@ -174,13 +174,13 @@ class TransferCost:
         """How long a pass over the layers waits for `tokens` tokens that arrive layer by layer."""
         if tokens <= 0:
             return 0.0
-        if not self.by_layer:
+        if self.layout != "layer_major":
             return self.total_s(tokens)
         if isinstance(computes, float):
-            lead, gap = self.lead_s(tokens), self.layer_s(tokens)
-            return pipeline.uniform_wait(
-                lead, gap, computes, self.layers, group_layers, self.link.per_event_s
-            )
+            link = self.link
+            lead = self.queued_s + link.latency_s + tokens * self.per_token_s
+            gap = self.layer_s(tokens)
+            return pipeline.uniform_wait(lead, gap, computes, self.layers, group_layers, link.per_event_s)
         return pipeline.longest_wait(self.arrivals(tokens, group_layers), computes)
 
     def group_waits(self, tokens: int, computes: Computes) -> list[float]:
