@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlane.policy import (
     Calibration,
@@ -309,3 +311,33 @@ def test_a_hit_in_an_unknown_tier_is_answered_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="host") as caught:
         decide(MODEL, H100, Request(100, {"tape": 96}))
     assert caught.value.field == "hit"
+
+
+@given(request=st.from_type(Request), resident=st.integers(0, 50_000))
+def test_a_decoded_request_is_the_same_request_or_refused_in_the_same_words(
+    request: Request, resident: int
+) -> None:
+    hits = {tier: request.hit(tier) for tier in request.hits}
+    fields: dict[str, Any] = {
+        "prompt_tokens": request.prompt_tokens,
+        "hits": hits,
+        "resident_tokens": resident,
+        "load_unit_tokens": request.load_unit_tokens,
+        "prefill_chunk_tokens": request.prefill_chunk_tokens,
+        "link_queue_s": dict.fromkeys(hits, 0.5),
+        "device_busy_s": 0.25,
+    }
+    for stored in (0, request.prompt_tokens, request.prompt_tokens + 1):
+        hits.update(dict.fromkeys(hits, stored))
+        expected, words = None, ""
+        try:
+            expected = Request(**fields)
+        except InputError as error:
+            words = str(error)
+        if expected is None:
+            with pytest.raises(InputError) as refused:
+                Request.of_decoded(**fields)
+            assert str(refused.value) == words
+        else:
+            found = Request.of_decoded(**fields)
+            assert (found, found.checkpoints("host")) == (expected, ())
