@@ -135,7 +135,7 @@ class _Calibration:
             at_s,
             prefill=(self.prefill.estimate(), self.prefill.cost()),
             links={LINK: observed},
-            tiers={TIER: Tier(TIER, LINK, run_tokens=None, runs_per_layer=2)},
+            tiers={TIER: self.lab.copies_of(self.store, self.ids).of(Tier(TIER, LINK))},
             model_config=self.subject.config,
         )
 

@@ -22,6 +22,7 @@ from kvlane.streams.cuda import CudaBackend
 from kvlane.streams.engines.transformers import PrefillResult, TransformersEngine
 from kvlane.streams.executor import LayerExecutor, Mode
 from kvlane.transfer.host import HostStore
+from kvlane.transfer.pattern import CopyPattern, copy_pattern
 from kvlane.transfer.store import StoredRun
 
 Ids = npt.NDArray[np.int64]
@@ -255,6 +256,12 @@ class Lab:
         rows = load.timings(began)[0].layers
         arrivals = tuple(row.arrive_s for row in rows)
         return arrivals, (sum(row.copies for row in rows), sum(row.bytes for row in rows))
+
+    def copies_of(self, store: HostStore, ids: Ids) -> CopyPattern:
+        """How a layer's copies from the store's memory into the engine's lie, for the cost model to count them."""
+        hit = store.lookup(self.engine.identity, ids)
+        with store.open(hit, 0, store.unit_tokens) as run:
+            return copy_pattern(run.region, self.engine.kv.region, unit_tokens=store.unit_tokens)
 
     def lookup_s(self, store: HostStore, ids: Ids, repeats: int = 5) -> float:
         """Seconds to look a prompt up, the median of several."""

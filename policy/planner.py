@@ -6,6 +6,7 @@ A planner holds everything that does not change between requests; `decide` is pu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -19,9 +20,9 @@ from kvlane.policy.layer_lane import LayerwiseLane
 from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_bytes
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
-from kvlane.policy.path_cost import PathCost
+from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plain import NO_SPLIT, PlainTier
-from kvlane.policy.plan import EXECUTORS, Estimate, Executor, Parameter, Path, Plan, Request
+from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.two_tiers import TwoTiers
@@ -125,6 +126,13 @@ class Planner:
             text = f"{row.engine} {row.dtype} reaches {row.efficiency:.1%} of peak: {row.origin}"
             self._prefill_from = Parameter(row.source, text)
         self.cost = PathCost(self.prefill, executor)
+
+    def over(self, links: Mapping[str, Link]) -> Planner:
+        """The same planner on the same machine, but for these links, which replace those of their names."""
+        other = copy(self)
+        other.machine = replace(self.machine, links={**self.machine.links, **links})
+        other._transfers = {}
+        return other
 
     def decide(self, request: Request) -> Plan:
         """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
@@ -285,6 +293,15 @@ class Planner:
         """What decides in few steps requests with a hit in that tier alone, prefilled in one pass on an idle device;
         None where there are no such steps."""
         return self._route(tier, load_unit_tokens).plain
+
+    def parts(self, request: Request, load: Sequence[LoadSegment], load_end: int) -> tuple[Part, ...]:
+        """The runs of a load that ends at `load_end`, each priced as it was when a plan for `request` was decided."""
+        parts: list[Part] = []
+        for segment in load:
+            part = self._lane(segment.tier, request).part(segment.start, segment.end, load_end)
+            follows = any(part.transfer.link.name == other.transfer.link.name for other in parts)
+            parts.append(part._replace(follows=follows))
+        return tuple(parts)
 
     def _lane(self, tier: str, request: Request) -> Lane:
         route = self._route(tier, request.load_unit_tokens)

@@ -18,7 +18,6 @@ from kvlane.streams.backend import Backend, Stream
 from kvlane.streams.faults import LoadError, LoadFailure, LoadRefusedError, PrefillCancelledError
 from kvlane.streams.layer_pass import LayerPass
 from kvlane.streams.load import LayerLoad, Mode
-from kvlane.streams.part import Groups
 from kvlane.streams.ring import EventRing
 from kvlane.streams.timing import CopyTiming, LayerTiming, PartTiming, PassTiming
 from kvlane.transfer.layout import Region
@@ -161,9 +160,10 @@ class LayerExecutor:
                 [(part, lane.stream) for part, lane in zip(parts, lanes, strict=True)],
                 destination,
                 region,
-                _groups(region, group_layers),
+                group_layers,
                 mode=mode,
                 deadline_s=deadline_s,
+                over=self._release_left,
             )
             for lane in lanes:
                 lane.add(load)
@@ -175,6 +175,8 @@ class LayerExecutor:
 
     def _release_left(self) -> None:
         """Give back the streams of lanes that were stuck, once their last load has settled."""
+        if not self._left:
+            return
         with self._lock:
             left = list(self._left)
         idle = [lane for lane in left if lane.idle]
@@ -225,8 +227,3 @@ def _check_parts(parts: Sequence[StoredRun], region: Region) -> None:
     for one, two in pairwise(parts):
         if one.end != two.start:
             raise InputError("parts", f"hold a run from {two.start} after one to {one.end}", "no gap")
-
-
-def _groups(region: Region, group_layers: int) -> Groups:
-    held = [layer for layer in range(region.layout.layers) if region.layout.holds(layer)]
-    return tuple(tuple(held[at : at + group_layers]) for at in range(0, len(held), group_layers))

@@ -51,23 +51,24 @@ class LayerPass:
         """The layer's compute begins.
 
         Raises:
+            LoadError: a layer is known not to arrive.
             PrefillCancelledError: it need not.
         """
-        self._check_wanted()
+        self._check_worthwhile()
         self._begun[layer] = self._record()
 
     def ready(self, layer: int) -> None:
         """Return when work given to the compute stream may read the layer's KV.
 
         Raises:
-            LoadError: it did not arrive.
+            LoadError: it did not arrive, or another layer is known not to.
             PrefillCancelledError: nobody wants it any more.
         """
         if self._load is not None and self._load.mode == "layered" and self._load.awaits(layer):
             self._reached[layer] = self._record()
             self._load.hold(layer)
             self._resumed[layer] = self._record()
-        self._check_wanted()
+        self._check_worthwhile()
 
     def end(self, layer: int) -> None:
         """The layer's compute has been given to the stream."""
@@ -95,9 +96,12 @@ class LayerPass:
                     copies.setdefault(row.layer, []).append(row)
         return tuple(self._row(layer, copies.get(layer, [])) for layer in range(len(self._begun)))
 
-    def _check_wanted(self) -> None:
+    def _check_worthwhile(self) -> None:
+        """That there is a reason to go on."""
         if self._cancel is not None and self._cancel.is_set():
             raise PrefillCancelledError("the request was called off")
+        if self._load is not None and self._load.mode == "layered":
+            self._load.check()
 
     def _record(self) -> Event:
         event = self._backend.event()

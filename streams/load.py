@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvlane.streams.backend import Backend, Stream
 from kvlane.streams.faults import LoadError
-from kvlane.streams.part import Groups, PartLoad
+from kvlane.streams.part import PartLoad
 from kvlane.streams.ring import EventRing
 from kvlane.streams.timing import PartTiming
 from kvlane.transfer.layout import Region
@@ -36,16 +36,14 @@ class LayerLoad:
         lanes: Sequence[tuple[StoredRun, Stream]],
         destination: torch.Tensor,
         region: Region,
-        groups: Groups,
+        group_layers: int,
         *,
         mode: Mode,
         deadline_s: float,
+        over: Callable[[], None],
     ) -> None:
         self.mode = mode
         self.parts: list[PartLoad] = []
-        self._groups = groups
-        self._group_of = {layer: at for at, layers in enumerate(groups) for layer in layers}
-        self._held: set[int] = set()  # groups known to have arrived
         self._backend = backend
         self._ring = ring
         self._deadline = backend.now() + deadline_s
@@ -66,12 +64,13 @@ class LayerLoad:
                         source,
                         destination,
                         region,
-                        groups,
+                        group_layers,
                         self._events,
                         fence,
                         self._cancel,
                         failed=self._fail,
                         ended=self._let_go,
+                        over=over,
                     )
                 )
         except BaseException:
@@ -82,8 +81,23 @@ class LayerLoad:
 
     def awaits(self, layer: int) -> bool:
         """Whether `hold` has yet to make sure of a layer: not of one that the load brings nothing for."""
-        group = self._group_of.get(layer)
-        return group is not None and group not in self._held
+        for part in self.parts:
+            group = part.group_of(layer)
+            if group is not None and group not in part.held:
+                return True
+        return False
+
+    def check(self) -> None:
+        """That the load may still come to a good end: compute that went on over layers which did arrive, and met the
+        missing one only when it got there, would have to begin again from later on.
+
+        Raises:
+            LoadError: it has failed, or has not arrived before its deadline.
+        """
+        if self._errors:
+            raise self._errors[0]
+        if not self._left():
+            self._await_all(but_held=True)
 
     def hold(self, layer: int) -> None:
         """Return once a layer's KV is there: what is given to the compute stream from now on may read it.
@@ -91,9 +105,10 @@ class LayerLoad:
         Raises:
             LoadError: it is not, and will not be.
         """
-        group = self._group_of.get(layer)
-        if group is not None:
-            self._await(group)
+        for part in self.parts:
+            group = part.group_of(layer)
+            if group is not None:
+                self._await(part, group)
 
     def hold_all(self) -> None:
         """Return once every layer's KV is there.
@@ -101,8 +116,7 @@ class LayerLoad:
         Raises:
             LoadError: one is not, and will not be.
         """
-        for layers in self._groups:
-            self.hold(layers[0])
+        self._await_all()
 
     def finish(self) -> None:
         """Make sure that every layer arrived whole, and let the load go.
@@ -110,8 +124,7 @@ class LayerLoad:
         Raises:
             LoadError: one did not; what compute made of it must not be used.
         """
-        for group in range(len(self._groups)):
-            self._await(group)
+        self._await_all()
         for part in self.parts:
             # All of it is there: only the accounts are left. Who cannot wait for them finds the part unsettled.
             part.wait_settled(self._left())
@@ -157,8 +170,7 @@ class LayerLoad:
             try:
                 self._backend.start(part.run, f"enqueue-{part.tier}")
             except BaseException as error:
-                layer = self._groups[0][0] if self._groups else 0
-                reason = f"not started: {error}"
+                layer, reason = part.first_layer, f"not started: {error}"
                 if at and isinstance(error, Exception):
                     # The parts before copy already: who has the load keeps what they write to until they have ended.
                     self._fail(part, layer, reason, error)
@@ -179,22 +191,27 @@ class LayerLoad:
     def _let_go(self) -> None:
         self._ring.let_go(self._events)
 
-    def _await(self, group: int) -> None:
-        layer = self._groups[group][0]
+    def _await_all(self, *, but_held: bool = False) -> None:
         for part in self.parts:
-            # Always before waiting for the event: where nobody has recorded it yet, a device would not wait.
-            if not self._errors and not part.decided[group].wait(self._left()):
-                raise self._fail(part, layer, "not enqueued before the deadline")
-            if self._errors:
-                raise self._errors[0]
-            try:
-                self._backend.synchronize(part.done[group], self._left())
-            except TimeoutError as error:
-                raise self._fail(part, layer, "not arrived before the deadline", error) from error
-            failure = self._backend.failure(part.done[group])
-            if failure is not None:
-                raise self._fail(part, layer, f"copy failed: {failure}", failure) from failure
-        self._held.add(group)
+            for group in range(len(part.groups)):
+                if not (but_held and group in part.held):
+                    self._await(part, group)
+
+    def _await(self, part: PartLoad, group: int) -> None:
+        layer = part.groups[group][0]
+        # Always before waiting for the event: where nobody has recorded it yet, a device would not wait.
+        if not self._errors and not part.decided[group].wait(self._left()):
+            raise self._fail(part, layer, "not enqueued before the deadline")
+        if self._errors:
+            raise self._errors[0]
+        try:
+            self._backend.synchronize(part.done[group], self._left())
+        except TimeoutError as error:
+            raise self._fail(part, layer, "not arrived before the deadline", error) from error
+        failure = self._backend.failure(part.done[group])
+        if failure is not None:
+            raise self._fail(part, layer, f"copy failed: {failure}", failure) from failure
+        part.held.add(group)
 
     def _fail(self, part: PartLoad, layer: int, reason: str, cause: BaseException | None = None) -> LoadError:
         if not self._errors:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
-"""Layers that share a pair of events, in order; layers that a load brings nothing for are in none."""
+"""Layers that share a pair of events, in order; layers that a run brings nothing for are in none."""
 
 
 class PartLoad:
@@ -24,9 +24,15 @@ class PartLoad:
 
     The source stays pinned until the last copy that was enqueued is done, however the load ends.
 
+    Attributes:
+        groups: the layers that it brings something for.
+        held: the groups that compute knows to have arrived; of the compute thread only.
+
     Args:
+        group_layers: layers that share one pair of events.
         failed: called with a layer, a reason and its cause when the run's copies cannot be enqueued.
         ended: called once nothing of this part touches source, destination or events any more.
+        over: called by its thread at the very end, once it has settled.
     """
 
     def __init__(
@@ -36,18 +42,21 @@ class PartLoad:
         source: StoredRun,
         destination: torch.Tensor,
         region: Region,
-        groups: Groups,
+        group_layers: int,
         events: EventSet,
         fence: Event,
         cancel: Flag,
         failed: Callable[[PartLoad, int, str, BaseException | None], object],
         ended: Callable[[], None],
+        over: Callable[[], None],
     ) -> None:
         self.tier, self.start, self.end = source.tier, source.start, source.end
-        self.groups = groups
+        self.groups = groups = _groups(source, region, group_layers)
+        self.held: set[int] = set()
         self.began = [events.take() for _ in groups]
         self.done = [events.take() for _ in groups]
         self.decided = [backend.flag() for _ in groups]  # enqueued, or never to be
+        self._group_of = {layer: at for at, layers in enumerate(groups) for layer in layers}
         self._backend = backend
         self._stream = stream
         self._destination = destination
@@ -57,13 +66,14 @@ class PartLoad:
         self._cancel = cancel
         self._failed = failed
         self._ended = ended
+        self._over = over
         self._layer = 0  # the one at hand
         self._issued = 0
         self._enqueued_at: list[float] = []
         self._moves: list[list[tuple[int, int]]] = []  # bytes and copies of each layer of each group
         self._arrivals: list[tuple[float, float]] = []  # start and end of each group that arrived
         self._settled = backend.flag()
-        self._source = _pinned(source, groups)
+        self._source = _pinned(source, self.first_layer)
 
     @property
     def settled(self) -> bool:
@@ -74,6 +84,15 @@ class PartLoad:
     def whole(self) -> bool:
         """Whether all of it arrived; False while it is under way."""
         return self.settled and len(self._arrivals) == len(self.groups)
+
+    @property
+    def first_layer(self) -> int:
+        """The first layer it brings anything for, 0 where there is none."""
+        return self.groups[0][0] if self.groups else 0
+
+    def group_of(self, layer: int) -> int | None:
+        """The group of a layer, None for one that it brings nothing for."""
+        return self._group_of.get(layer)
 
     def wait_settled(self, timeout_s: float | None) -> bool:
         return self._settled.wait(timeout_s)
@@ -94,6 +113,7 @@ class PartLoad:
             self._count()
         finally:
             self.drop()
+            self._over()
 
     def drop(self) -> None:
         """Unpin the source of a part that has nothing under way; `run` does it at its end."""
@@ -172,10 +192,21 @@ class PartLoad:
             self._source.count_moved(sum(nbytes for nbytes, _ in self._moves[group]))
 
 
-def _pinned(source: StoredRun, groups: Groups) -> StoredRun:
+def _groups(source: StoredRun, region: Region, group_layers: int) -> Groups:
+    """The layers that the run brings something for: not those that see none of its tokens, or have no KV at all."""
+    last = source.end == source.load_end
+    moved = []
+    for layer, shape in enumerate(region.layout.shapes):
+        first, end = shape.moved(source.start, source.end, source.load_end)
+        if first < end or (shape.state_bytes and last):
+            moved.append(layer)
+    return tuple(tuple(moved[at : at + group_layers]) for at in range(0, len(moved), group_layers))
+
+
+def _pinned(source: StoredRun, first_layer: int) -> StoredRun:
     try:
         return source.retain()
     except KvSafetyError:
         raise  # it was closed: the caller's mistake
     except Exception as error:
-        raise LoadError(groups[0][0] if groups else 0, f"not pinned: {error}", source.tier) from error
+        raise LoadError(first_layer, f"not pinned: {error}", source.tier) from error

@@ -199,6 +199,11 @@ def whose(deployment: str, instance: str) -> bytes:
     return b',"deployment":%b,"instance":%b' % (_encode(deployment), _encode(instance))
 
 
+def choice(gist: Gist, whom: bytes) -> bytes:
+    """A `Choice` as JSON: the advice with whom it is for."""
+    return b"%b%b}" % (gist.told, whom)
+
+
 def decision(
     gist: Gist,
     whom: bytes,
@@ -210,7 +215,7 @@ def decision(
     any."""
     listed = b"}"
     if ranked is not None:
-        listed = b',"candidates":[%b]}' % b",".join([b"%b%b}" % (each.told, of) for each, of in ranked])
+        listed = b',"candidates":[%b]}' % b",".join([choice(each, of) for each, of in ranked])
     name = decision_id.encode("ascii")
     expires = b"null" if expires_in_s is None else _encode(expires_in_s)
     return b"".join((gist.told, whom, b',"decision_id":"', name, b'","expires_in_s":', expires, listed))

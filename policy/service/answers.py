@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvlane.policy.booking import Scope
 from kvlane.policy.plan import Executor, LoadSegment, Parameter, Path
+from kvlane.policy.timeline import Timeline
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -96,6 +98,35 @@ class Decision(Choice, kw_only=True):
     decision_id: str
     expires_in_s: float | None
     candidates: list[Choice] | UnsetType = UNSET
+
+
+class WhatIf(Choice, kw_only=True):
+    """The choice, and the path chosen in time."""
+
+    timeline: Timeline
+
+
+class Curves(_Answer):
+    """What each path takes for prefixes of `tokens` tokens, all of which `tier` has, as lists beside each other.
+
+    `link_bytes_per_s` is the rate of its link, supposed or in force, and `queued_s` what is queued on it. A split is
+    null where there is none, or none that is faster than both others; `break_even_bytes_per_s` is the rate at which
+    load and recompute tie. From `crossover_tokens` on, loading is not slower; it need not be one of `tokens`.
+    """
+
+    deployment: str
+    tier: str
+    link: str
+    executor: Executor
+    link_bytes_per_s: float
+    queued_s: float
+    tokens: list[int]
+    recompute_ttft_s: list[float]
+    load_ttft_s: list[float]
+    split_ttft_s: list[float | None]
+    break_even_bytes_per_s: list[float | None]
+    crossover_tokens: int | None
+    crossover_note: str
 
 
 class Decisions(_Answer):
@@ -186,6 +217,77 @@ class Machines(_Answer):
 
 class Calibrations(_Answer):
     calibrations: list[CalibrationAnswer]
+
+
+class LiveDecisions(_Answer):
+    """Decisions since the start, by path."""
+
+    load: int
+    recompute: int
+    split: int
+
+
+class LiveCalibration(_Answer):
+    """Where what a deployment is decided by comes from: `profile`, `file` or `observations`, and how old it is."""
+
+    source: str
+    age_s: float | None
+    observations: int
+
+
+class LiveDeployment(_Answer):
+    name: str
+    decisions: LiveDecisions
+    calibration: LiveCalibration
+
+
+class LiveLink(_Answer):
+    """All links of that name and scope: what is booked on them together, and the longest queue of any one. With
+    `left_alone` loads over one of them keep failing, so that none is decided."""
+
+    link: str
+    scope: Scope
+    queued_bytes: float = 0.0
+    queued_s: float = 0.0
+    longest_s: float = 0.0
+    left_alone: bool = False
+
+
+class LiveRequest(_Answer):
+    """A decision that was followed, when that was observed, and the TTFT it had."""
+
+    at_s: float
+    deployment: str
+    path: Path
+    predicted_ttft_s: float
+    ttft_s: float
+
+
+class LiveRefused(_Answer):
+    """An observation that was not taken: its place in what was sent, the field at fault, and why. `deployment` is
+    null where it names none that is known."""
+
+    at_s: float
+    deployment: str | None
+    index: int
+    field: str
+    reason: str
+
+
+class LiveAnswer(_Answer):
+    """What goes on at `at_s`, in seconds since 1970 UTC; numbers of decisions count from `started_s` on.
+
+    `requests` are the last 200 decisions that were followed and observed, `refused` the last 20 observations that were
+    not taken, oldest first.
+    """
+
+    at_s: float
+    started_s: float
+    reservations: int
+    deployments: list[LiveDeployment]
+    links: list[LiveLink]
+    requests: list[LiveRequest]
+    refused: list[LiveRefused]
 
 
 class Health(_Answer):

@@ -15,9 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.curves import Charts, curves
+from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.known import KnownHeads
+from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
+from kvlane.policy.service.pages import Pages
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.service import Service
 from kvlane.policy.service.wire import JSON, Connection, Heads, Reply, fields
@@ -47,6 +51,26 @@ DECIDE = Operation(
     gives=answers.Decision,
     problems=("unknown_deployment", "request_id_conflict"),
     example=EXAMPLE,
+)
+WHAT_IF = Operation(
+    "POST",
+    "/v1/what-if",
+    "what_if",
+    "Say what would be decided, were links as fast as supposed, and how it goes in time; nothing is counted or booked.",
+    takes=types.WhatIfRequest,
+    gives=answers.WhatIf,
+    problems=("unknown_deployment",),
+    example={**EXAMPLE, "link_bytes_per_s": {"pcie5-x16": 25e9}},
+)
+CURVES = Operation(
+    "POST",
+    "/v1/curves",
+    "curves",
+    "What load, recompute and split take by prefix length, and where they cross.",
+    takes=types.CurvesRequest,
+    gives=answers.Curves,
+    problems=("unknown_deployment",),
+    example={"longest_tokens": 16384, "link_bytes_per_s": 25e9, "device_busy_s": 0.02},
 )
 BATCH = Operation(
     "POST",
@@ -79,6 +103,8 @@ OBSERVE = Operation(
 )
 OPERATIONS = (
     DECIDE,
+    WHAT_IF,
+    CURVES,
     BATCH,
     RELEASE,
     OBSERVE,
@@ -91,6 +117,13 @@ OPERATIONS = (
         "calibration",
         "What the deployments are decided by, and how old it is.",
         gives=answers.Calibrations,
+    ),
+    Operation(
+        "GET",
+        "/v1/live",
+        "live",
+        "What goes on: decisions, outcomes, link queues, what was refused last.",
+        gives=answers.LiveAnswer,
     ),
     Operation("GET", "/healthz", "healthz", "Whether the process answers.", gives=answers.Health, open=True),
     Operation(
@@ -125,18 +158,26 @@ class Endpoint:
         self._known = KnownHeads()
         self._in_flight = 0
         self._long = LongBatches()
+        self._charts = Charts()
+        self._pages = Pages()
+        self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
+        self._what_if = msgspec.json.Decoder(types.WhatIfRequest)
+        self._curves = msgspec.json.Decoder(types.CurvesRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
         acts: dict[str, Callable[[bytes], bytes | Awaitable[bytes] | None]] = {
             "decide": self._on_decide,
+            "what_if": self._on_what_if,
+            "curves": self._on_curves,
             "decide_batch": self._on_batch,
             "observe": self._on_observe,
             "deployments": lambda _: _encode(report.deployments(self._served())),
             "models": lambda _: _encode(report.models(self._served())),
             "machines": lambda _: _encode(report.machines(self._served())),
             "calibration": lambda _: _encode(report.calibrations(service.intake.learners.values(), time())),
+            "live": lambda _: self._live.snapshot(),
             "healthz": lambda _: b'{"status":"ok"}',
             "readyz": self._on_ready,
             "openapi": lambda _: _encode(document(OPERATIONS, needs_token=service.gate.needs_token)),
@@ -159,7 +200,12 @@ class Endpoint:
         try:
             gate = self.service.gate
             gate.check_host(request)
-            route = self._routes.get((request.method, request.raw_path)) or self._find(request)
+            route = self._routes.get((request.method, request.raw_path))
+            if route is None:
+                page = self._pages.reply(request, self._heads, keep_alive=self._stays(request))
+                if page is not None:
+                    return page
+                route = self._find(request)
             operation = route.operation
             if operation.observes:
                 gate.check_observer(request)
@@ -196,7 +242,7 @@ class Endpoint:
         finally:
             self._in_flight -= 1
             connection.heard_at = None
-        stays = request.keep_alive and request.version >= HttpVersion11 and not self.draining
+        stays = self._stays(request)
         head = connection.head(body) if stays else None
         if head is not None and passed:
             self._known.learn(head, request, self.service.gate)
@@ -223,6 +269,10 @@ class Endpoint:
             status, content_type = failure.status, problems.CONTENT_TYPE
         head = self._heads.head(status, content_type)
         return b"".join((head, b"%d" % len(answer), extra, b"\r\n\r\n", answer))
+
+    def _stays(self, request: web.BaseRequest) -> bool:
+        """Whether the connection stays for another request."""
+        return request.keep_alive and request.version >= HttpVersion11 and not self.draining
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
         """A refusal's body and its header lines."""
@@ -286,6 +336,12 @@ class Endpoint:
 
     def _on_decide(self, body: bytes) -> bytes:
         return self.service.desk.decide(_decoded(self._decide, body))
+
+    def _on_what_if(self, body: bytes) -> bytes:
+        return what_if(self.service.desk, _decoded(self._what_if, body))
+
+    async def _on_curves(self, body: bytes) -> bytes:
+        return await curves(self.service.desk, _decoded(self._curves, body), self._charts)
 
     async def _on_batch(self, body: bytes) -> bytes:
         return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from copy import copy
 from itertools import count
 from time import monotonic, perf_counter
 
 import msgspec
 from msgspec import UNSET
 
-from kvlane.policy.assignment import NOTHING_SEEN, Place, Seen, assign, queues
+from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assign, queues
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
 from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
@@ -19,7 +20,7 @@ from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import Gist, decision, gist_of, gist_of_plain
+from kvlane.policy.service.answer import Gist, choice, decision, gist_of, gist_of_plain
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.metrics import Cells
@@ -43,11 +44,13 @@ _Key = tuple[object, ...]
 
 
 class _Work(msgspec.Struct, frozen=True):
-    """What one instance should do; how it is booked where that was asked for."""
+    """What one instance should do; how it is booked where that was asked for, and what it follows from where it was
+    worked out anew and at length."""
 
     spot: Spot
     gist: Gist
     booking: Booking | None = None
+    found: Assignment | None = None
 
 
 class Made(msgspec.Struct, frozen=True, gc=False):
@@ -133,6 +136,20 @@ class Desk:
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
 
+    def weigh(self, asked: DecideRequest, deployment: Deployment, now: float) -> tuple[bytes, Assignment]:
+        """The `Choice` that `asked` would be answered with on that deployment, as JSON, and what it follows from.
+
+        Only asked: nothing is counted, booked or remembered. The deployment must have no answers worked out. Raises
+        `ProblemError`.
+        """
+        quiet = copy(self)
+        quiet.cells = Cells()
+        quiet._spots = {}  # they know the cells that count
+        planner = deployment.in_force.planners[asked.executor or deployment.executor]
+        work = quiet._work(deployment, planner, asked, asked, (), now, at_length=True)
+        assert work.found is not None
+        return choice(work.gist, work.spot.whom), work.found
+
     def release(self, decision_id: str) -> bool:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
@@ -174,6 +191,8 @@ class Desk:
         spot: DecideRequest | Candidate,
         base: Where,
         now: float,
+        *,
+        at_length: bool = False,
     ) -> _Work:
         """What one instance should do, worked out once for all who ask the same; raises `ProblemError`."""
         where = self._spot(deployment, spot.instance or deployment.name, spot.node)
@@ -212,7 +231,7 @@ class Desk:
             spot.resident_tokens,
             deployment.settings.prefill_chunk_tokens,
         )
-        if key is not None and len(hits) == 1 and not busy_s:
+        if key is not None and len(hits) == 1 and not busy_s and not at_length:
             gist = self._plainly(planner, asked, spot, hits, queued_s, unit, chunk)
             if gist is not None:
                 _keep(worked, key, gist)
@@ -240,7 +259,7 @@ class Desk:
         if key is not None:
             _keep(worked, key, gist)
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
-        return _Work(where, gist, booking)
+        return _Work(where, gist, booking, found)
 
     def _plainly(
         self,

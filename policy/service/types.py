@@ -18,6 +18,7 @@ Tokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Bytes = Annotated[float, Meta(ge=0, le=1e18)]
+Rate = Annotated[float, Meta(ge=1, le=1e15)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -25,6 +26,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 MOST_RANKS = 1024
 MOST_HITS = 16
 MOST_LINKS = 64
+# Prompts that a chart goes up to: each of its points takes as long as a decision, which takes longer the more passes
+# the prompt is computed in.
+LONGEST_PROMPT = 1 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -97,6 +101,49 @@ class DecideRequest(_Asked, frozen=True):
     request_id: Name | None = None
     reserve: bool = False
     candidates: Annotated[list[Candidate], Meta(min_length=1)] | UnsetType = UNSET
+
+
+class WhatIfRequest(_Asked, frozen=True):
+    """One request to decide out of curiosity, with the rates in bytes per second that links are supposed to have.
+
+    The fields are those of a decision. What each copy and each transfer costs beside its bytes stays as it is; so do
+    the seconds that are queued already, while `queued_bytes` of `state` are taken at the supposed rate.
+    """
+
+    prompt_tokens: SomeTokens
+    deployment: Name | None = None
+    instance: Name | None = None
+    node: Name | None = None
+    resident_tokens: Tokens = 0
+    hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
+    prefix_id: Name | None = None
+    load_unit_tokens: SomeTokens | None = None
+    executor: Executor | None = None
+    state: State | None = None
+    objective: Objective = "ttft"
+    ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+    link_bytes_per_s: Annotated[dict[Name, Rate], Meta(max_length=MOST_LINKS)] = {}
+
+
+class CurvesRequest(_Asked, frozen=True):
+    """What load, recompute and split take for prefixes of every length up to `longest_tokens`, all of it in one tier.
+
+    `suffix_tokens` follow the stored prefix whatever its length: with as many as a decision's prompt has behind its
+    usable tokens, the crossover is that decision's. The device and the link are taken to be busy with what is said
+    here, not with what is booked. `link_bytes_per_s` supposes another rate of the tier's link.
+    """
+
+    deployment: Name | None = None
+    tier: Name | None = None
+    executor: Executor | None = None
+    load_unit_tokens: SomeTokens | None = None
+    resident_tokens: Tokens = 0
+    suffix_tokens: Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)] = 1
+    device_busy_s: Seconds = 0.0
+    queued_bytes: Bytes = 0.0
+    link_bytes_per_s: Rate | None = None
+    longest_tokens: Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)] = 32768
+    points: Annotated[int, Meta(ge=8, le=128)] = 48
 
 
 class BatchRequest(_Asked, frozen=True):

@@ -255,7 +255,7 @@ class ScheduleRun:
         if must and whole:
             self.backend.report("unreported", f"{request.fault} was taken for a good load")
         if must and outcome.failures and self._alone and not self._rotten:
-            self._check_layer(request, outcome)
+            self._check_layer(request, runs, outcome)
         if not self._may_fail(request) and outcome.failures:
             self.backend.report("no_cause", f"{outcome.failures[0]} although nothing was wrong")
         self._check_time(request, runs, outcome)
@@ -286,26 +286,32 @@ class ScheduleRun:
             return any(one.fault is not None for requests in self.schedule.requests for one in requests)
         return request.fault is not None and request.fault.kind not in _HARMLESS
 
-    def _check_layer(self, request: RequestDraw, outcome: Outcome[Answer]) -> None:
-        fault, layout = request.fault, self.schedule.layout
+    def _check_layer(self, request: RequestDraw, runs: list[FaultyRun], outcome: Outcome[Answer]) -> None:
+        fault = request.fault
         if fault is None or request.deadline_s < DEFAULT_DEADLINE_S or fault.kind == "unpinnable":
             return
-        held = [layer for layer in range(layout.layers) if layout.holds(layer)]
-        group = held.index(fault.layer) // request.group_layers * request.group_layers
-        if outcome.failures[0].layer not in (fault.layer, held[group]):
+        named = {fault.layer}
+        # One on the link strikes whichever run of the tier comes first.
+        for run in runs:
+            moved = [layer for layer in range(self.schedule.layout.layers) if run.layer_nbytes(layer)]
+            if run.tier == runs[-1].tier and fault.layer in moved:
+                at = moved.index(fault.layer)
+                named.add(moved[at - at % request.group_layers])
+        if outcome.failures[0].layer not in named:
             self.backend.report("unreported", f"{fault} was reported as {outcome.failures[0]}")
 
     def _check_time(self, request: RequestDraw, runs: list[FaultyRun], outcome: Outcome[Answer]) -> None:
-        """No request takes longer than its deadline, the passes beside the load, and a recompute.
+        """No request takes longer than its deadline and a recompute, and the layer computed when the deadline passed.
 
-        A pass goes on over layers that arrived in time, and comes only then to the one that did not.
+        What a front computed meanwhile is kept, so that it is no part of the recompute.
         """
         schedule = self.schedule
         if not schedule.timed or schedule.costs != HostCosts():
             return
         tokens = self.prompts[request.prompt].tokens
         most = request.deadline_s + schedule.pass_s(tokens) + 0.6 * LAYER_S + self._seeded.stalled_s
-        most += schedule.pass_s(runs[0].start) + schedule.pass_s(tokens - runs[-1].end)
+        start, end = runs[-1].end, tokens
+        most += max(schedule.seconds(layer, start, end) for layer in range(schedule.layout.layers))
         if schedule.compute == "stream":
             # What was given to the device before is still ahead of a recompute.
             served = sum(len(requests) for requests in schedule.requests)

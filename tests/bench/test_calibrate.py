@@ -61,6 +61,8 @@ def test_the_small_model_is_measured_and_decided_with(
     assert record.prefill.fresh.samples == 2 * len(fresh_lengths(256))
     assert record.prefill.extend.samples == 2 * len(extend_points(256))
     assert (record.prefill.new_tokens.low, record.prefill.new_tokens.high) == (1, 256)
+    tier = record.tiers["host"]
+    assert (tier.run_tokens, tier.runs_per_layer) == (None, 2)  # keys and values, each in one piece
     link = record.links["host link"]
     # Every length's warm loads, and the probes of eight sizes.
     assert link.samples == 7 * len(load_lengths(256)) + 8

@@ -182,6 +182,37 @@ class TestPass:
             assert run.bytes_moved <= 3 * TOKENS * LAYOUT.layer_bytes_per_token
 
 
+def test_a_stuck_stream_goes_back_once_its_load_has_settled(kit, monkeypatch):
+    """Another takes its place meanwhile; nothing has to be submitted for the old one to be released."""
+    store, _ = filled_store()
+    released = []
+    with kit.StuckBackend(layer=2) as backend, open_all(store) as run:
+        release = backend.release
+
+        def noted(stream):
+            released.append(stream)
+            release(stream)
+
+        monkeypatch.setattr(backend, "release", noted)
+        executor = LayerExecutor(backend)
+        memories = [backend.device_bytes(REGION.nbytes) for _ in range(2)]
+        stuck = executor.submit([run], memories[0], REGION, mode="layered")
+        assert backend.reached.wait(10)
+        stuck.close()
+        other = executor.submit([run], memories[1], REGION, mode="layered")
+        other.hold(1)
+        assert released == []
+        backend.go.set()
+        assert stuck.settle(10)
+        until = time.monotonic() + 10
+        while not released:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        other.finish()
+        executor.close()
+    assert len(released) == len(set(map(id, released))) == 2
+
+
 class TestGuards:
     """Each control run takes a guard away and must be noticed; the guarded run beside it must not."""
 

@@ -12,7 +12,6 @@ from itertools import product
 
 import pytest
 
-from kvlane.streams import executor as executor_module
 from kvlane.streams import part as part_module
 from kvlane.streams import prefill as prefill_module
 from kvlane.streams.load import LayerLoad
@@ -110,7 +109,9 @@ class TestWhatComputeWaitsFor:
     def test_the_group_before(self, sim, check):
         def take_away(patch):
             awaits = LayerLoad._await
-            patch.setattr(LayerLoad, "_await", lambda self, group: awaits(self, max(0, group - 1)))
+            patch.setattr(
+                LayerLoad, "_await", lambda self, part, group: awaits(self, part, max(0, group - 1))
+            )
 
         check(sim.schedule(sim.request(group_layers=2)), take_away, RACE)
 
@@ -137,10 +138,9 @@ class TestWhatComputeWaitsFor:
         def take_away(patch):
             awaits = LayerLoad._await
 
-            def of_the_first(self, group):
-                parts, self.parts = self.parts, self.parts[:1]
-                awaits(self, group)
-                self.parts = parts
+            def of_the_first(self, part, group):
+                if part is self.parts[0]:
+                    awaits(self, part, group)
 
             patch.setattr(LayerLoad, "_await", of_the_first)
 
@@ -349,7 +349,7 @@ class TestSources:
 
     def test_pinned_by_the_caller_only(self, sim, check):
         def take_away(patch):
-            patch.setattr(part_module, "_pinned", lambda source, groups: source)
+            patch.setattr(part_module, "_pinned", lambda source, layer: source)
 
         late = sim.request(fault=Fault("stuck", 1, 100.0), deadline_s=0.01)
         check(sim.schedule(late, evictions=(1.0,)), take_away, ["source_reused"], timed=(True,))
@@ -444,10 +444,8 @@ class TestFaultsTakenForGoodLoads:
 
     def test_the_last_layer_in_no_group(self, sim, check):
         def take_away(patch):
-            groups = executor_module._groups
-            patch.setattr(
-                executor_module, "_groups", lambda region, size: tuple(g[:-1] for g in groups(region, size))
-            )
+            groups = part_module._groups
+            patch.setattr(part_module, "_groups", lambda *run: tuple(g[:-1] for g in groups(*run)))
 
         check(sim.schedule(sim.request(group_layers=4)), take_away, ["wrong_kv"])
 
@@ -477,6 +475,16 @@ class TestTime:
         schedule = sim.schedule(sim.request(fault=Fault("stuck", 1, 100.0), deadline_s=0.01))
         check(schedule, take_away, ["late"], timed=(True,))
 
+    def test_going_on_over_layers_that_arrived(self, sim, check):
+        """The last layer never comes, and compute gets to it long after the deadline."""
+
+        def take_away(patch):
+            patch.setattr(LayerLoad, "check", lambda self: None)
+
+        layers = sim.schedule().layout.layers
+        stuck = sim.request(fault=Fault("stuck", layers - 1, 100.0), deadline_s=0.5 * sim.layer_s, loaded=0.1)
+        check(sim.schedule(stuck), take_away, ["late"], computes=("thread",), timed=(True,))
+
     def test_a_load_given_up_for_nothing(self, sim, check):
         def take_away(patch):
             hold = LayerLoad.hold
@@ -501,9 +509,9 @@ class TestWhatComesBack:
         def take_away(patch):
             pinned = part_module._pinned
 
-            def twice(source, groups):
+            def twice(source, layer):
                 source.retain()
-                return pinned(source, groups)
+                return pinned(source, layer)
 
             patch.setattr(part_module, "_pinned", twice)
 

@@ -151,9 +151,6 @@ def cases(draw, most_layers=24):
     begin = draw(st.sampled_from((0, begin)))
     window = st.none() if draw(st.booleans()) else st.none() | st.integers(1, TOKENS)
     windows = tuple(draw(st.lists(window, min_size=count, max_size=count)))
-    # The first of two runs may bring nothing of a layer with a window: the executor's groups, which are the same for
-    # every run, are not the policy's then.
-    alike = seam in (begin, end) or windows == (None,) * count
     return Case(
         tuple(draw(st.lists(times, min_size=count, max_size=count))),
         draw(links("host")),
@@ -161,7 +158,7 @@ def cases(draw, most_layers=24):
         begin,
         seam,
         end,
-        draw(st.integers(1, count)) if alike else 1,
+        draw(st.integers(1, count)),
         windows,
         draw(st.sampled_from(("thread", "stream"))),
     )
