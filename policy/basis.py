@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import lru_cache
 
 from kvlane.policy.calibrated_range import CalibratedRange
 from kvlane.policy.lane import Lane
+from kvlane.policy.machine import Link
 from kvlane.policy.plan import Estimate, Parameter, Path, Request
+from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.units import show_rate, show_seconds
 
 _NOTHING = "no stored prefix to load"
+
+
+def parameter(link: Link, transfer: TransferCost, tokens: int) -> Parameter:
+    """A link's rate and cost of copies, and how many of them a layer takes to load so many tokens."""
+    text = _said(link.rate_bytes_per_s, link.per_copy_s, link.origin)
+    if link.per_copy_s:
+        text = f"{transfer.copies(tokens or 1)} copies a layer, each {text}"
+    return Parameter(link.source, text)
+
+
+@lru_cache(256)
+def _said(rate_bytes_per_s: float, per_copy_s: float, origin: str) -> str:
+    """A link's parameters in words, the number of copies apart."""
+    text = f"{show_rate(rate_bytes_per_s)}: {origin}"
+    return f"{show_seconds(per_copy_s)} beside its bytes at {text}" if per_copy_s else text
 
 
 class Basis:
@@ -26,6 +43,21 @@ class Basis:
         ranges: where a calibration was measured, None without one.
     """
 
+    # Each is asked for more than once: by whoever wants it, and by the reason. (`cached_property` takes a lock.)
+    __slots__ = (
+        "_break_even",
+        "_chosen",
+        "_crossover",
+        "_estimates",
+        "_lanes",
+        "_link_rate",
+        "_parameters",
+        "_prefill",
+        "_ranges",
+        "_request",
+        "tier",
+    )
+
     def __init__(
         self,
         request: Request,
@@ -40,20 +72,32 @@ class Basis:
         self._request, self._lanes = request, lanes
         self._chosen, self._estimates = chosen, estimates
         self._prefill, self._ranges = prefill, ranges
+        self._link_rate: float | None = None
+        self._crossover: tuple[int | None, str] | None = None
+        self._break_even: tuple[float | None, str] | None = None
+        self._parameters: dict[str, Parameter] | None = None
 
     def of(self, chosen: Estimate) -> Basis:
         """The same for another choice among the estimates."""
         tier = chosen.load[0].tier if len(chosen.load) == 1 else self.tier
         return Basis(self._request, self._lanes, tier, chosen, self._estimates, self._prefill, self._ranges)
 
-    @cached_property
+    @property
     def link_rate(self) -> float | None:
         """Bytes per second achieved in loading everything usable from the tier."""
-        return None if self.tier is None else self._lanes[self.tier].link_rate()
+        if self._link_rate is None and self.tier is not None:
+            self._link_rate = self._lanes[self.tier].link_rate()
+        return self._link_rate
 
-    @cached_property
+    @property
     def crossover(self) -> tuple[int | None, str]:
         """The prefix length from which on loading is not slower, and a word on it."""
+        found = self._crossover
+        if found is None:
+            found = self._crossover = self._find_crossover()
+        return found
+
+    def _find_crossover(self) -> tuple[int | None, str]:
         if self.tier is None:
             return None, _NOTHING
         lane = self._lanes[self.tier]
@@ -70,27 +114,31 @@ class Basis:
         )
         return tokens, note if beyond is None else f"{note}; {beyond}"
 
-    @cached_property
+    @property
     def break_even(self) -> tuple[float | None, str]:
         """The link rate at which load and recompute tie, and a word on it."""
-        return (None, _NOTHING) if self.tier is None else self._lanes[self.tier].break_even()
-
-    @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Where the parameters of prefill and of the links come from."""
-        found = {"prefill": self._prefill}
-        used = [segment.tier for segment in self._chosen.load] or ([] if self.tier is None else [self.tier])
-        for tier in used:
-            lane = self._lanes[tier]
-            link = lane.transfer.link
-            text = f"{show_rate(link.rate_bytes_per_s)}: {link.origin}"
-            if link.per_copy_s:
-                copies = lane.transfer.copies(max(1, lane.gain))
-                text = f"{copies} copies a layer, each {show_seconds(link.per_copy_s)} beside its bytes at {text}"
-            found[f"link.{link.name}"] = Parameter(link.source, text)
+        found = self._break_even
+        if found is None:
+            found = (None, _NOTHING) if self.tier is None else self._lanes[self.tier].break_even()
+            self._break_even = found
         return found
 
-    @cached_property
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """Where the parameters of prefill and of the links come from."""
+        found = self._parameters
+        if found is None:
+            found = self._parameters = {"prefill": self._prefill}
+            used = [segment.tier for segment in self._chosen.load] or (
+                [] if self.tier is None else [self.tier]
+            )
+            for tier in used:
+                lane = self._lanes[tier]
+                link = lane.transfer.link
+                found["link." + link.name] = parameter(link, lane.transfer, lane.gain)
+        return found
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Where the estimates leave what was calibrated."""
         if self._ranges is None:

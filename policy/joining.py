@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Protocol
 
+import msgspec
+
 from kvlane.policy.booking import InFlight, Join, LoadKey
 from kvlane.policy.layer_transfer import LayerwiseTransfer
 from kvlane.policy.model import usable_tokens
@@ -259,7 +261,7 @@ def _extended(
     """Both together. A pass that waits for its own layers keeps the device meanwhile; what is in flight is waited for
     before it begins."""
     arrived_s = max(waited.transfer_s, more.transfer_s)
-    estimate = replace(
+    estimate = msgspec.structs.replace(
         more,
         path="load" if more.path == "load" else "split",
         transfer_s=arrived_s,
@@ -278,7 +280,7 @@ def _runs(load: Sequence[LoadSegment]) -> tuple[LoadSegment, ...]:
     runs: list[LoadSegment] = []
     for part in load:
         if runs and runs[-1].tier == part.tier and runs[-1].end == part.start:
-            part = replace(runs[-1], end=part.end, bytes=runs.pop().bytes + part.bytes)
+            part = msgspec.structs.replace(runs[-1], end=part.end, bytes=runs.pop().bytes + part.bytes)
         runs.append(part)
     return tuple(runs)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from kvlane.policy.crossover import Kept, crossover
 from kvlane.policy.model import usable_tokens
 from kvlane.policy.path_cost import Part, PathCost
-from kvlane.policy.plan import MOST_TOKENS, Estimate, LoadSegment, Path, Request
-from kvlane.policy.search import closed_in, crossing, lowest_maximum
-from kvlane.policy.split_points import SplitPoints
+from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
+from kvlane.policy.search import closed_in, lowest_maximum
+from kvlane.policy.split_points import SplitPoints, only_ends_count
 from kvlane.policy.transfer_cost import Computes, TransferCost
 
-# No crossover is looked for beyond this many tokens.
-_LONGEST_PREFIX = MOST_TOKENS
+# Words on the break-even rate.
+FASTER_ABOVE = "above this link rate loading everything is faster"
+AT_NO_RATE = "loading saves less time than its fixed cost, at any rate"
 
 
 def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part], band: float) -> Estimate:
@@ -43,10 +45,19 @@ def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part
 
 
 class Lane:
-    """One request's choices on one tier: how much to load, and what would change the answer."""
+    """One request's choices on one tier: how much to load, and what would change the answer.
+
+    `kept` are the tier's crossovers found before, None where `transfer` is of this request alone.
+    """
 
     def __init__(
-        self, cost: PathCost, transfer: TransferCost, tier: str, request: Request, band: float
+        self,
+        cost: PathCost,
+        transfer: TransferCost,
+        tier: str,
+        request: Request,
+        band: float,
+        kept: Kept | None = None,
     ) -> None:
         self.cost = cost
         self.transfer = transfer
@@ -54,10 +65,16 @@ class Lane:
         self.band = band
         self.request = request
         self.unit = request.load_unit_tokens
-        self.start = request.resident_tokens
+        self.kept = kept
+        self.start = start = request.resident_tokens
+        self.chunk = request.prefill_chunk_tokens
         self.busy_s = request.device_busy_s
-        self.usable = usable_tokens(request.hit(tier), request.prompt_tokens, self.unit, request.tail_tokens)
-        self.gain = max(0, self.usable - self.start)
+        stored = request.hit(tier)
+        self.usable = usable = usable_tokens(stored, request.prompt_tokens, self.unit, request.tail_tokens)
+        self.gain = usable - start if usable > start else 0
+        # To compute everything after what is resident, and what follows the usable prefix; None where not known yet.
+        self.recompute_s: float | None = None
+        self.rest_s: float | None = None
 
     def no_gain(self) -> str:
         stored = self.request.hit(self.tier)
@@ -67,7 +84,10 @@ class Lane:
 
     def link_rate(self) -> float:
         """Bytes per second the link achieves for loading everything usable, fixed costs apart."""
-        return self.transfer.link.rate_at(self.transfer.copy_bytes(max(1, self.gain)))
+        link = self.transfer.link
+        if not link.rate_table:
+            return link.rate_bytes_per_s
+        return link.rate_at(self.transfer.copy_bytes(max(1, self.gain)))
 
     def cuts(self, low: int, high: int) -> Sequence[int]:
         """Where in the usable prefix a load may begin or end, strictly between two token counts, ascending."""
@@ -78,20 +98,46 @@ class Lane:
         return Part(self.tier, self.transfer.before(load_end - end), begin, end)
 
     def ttft(self, end: int) -> float:
-        return self._load_s(end, self.request.prompt_tokens)
-
-    def _load_s(self, end: int, prompt: int) -> float:
-        chunk = self.request.prefill_chunk_tokens
-        return self.cost.load_s(self.transfer, self.start, end, prompt, chunk, busy_s=self.busy_s)
+        """TTFT when `[start, end)` is loaded and nothing before it computed."""
+        cost, prompt, busy_s = self.cost, self.request.prompt_tokens, self.busy_s
+        if cost.executor != "bulk":
+            return cost.load_s(self.transfer, self.start, end, prompt, self.chunk, busy_s=busy_s)
+        wait_s = self.transfer.total_s(end - self.start)
+        return cost.recompute_s(end, prompt, self.chunk) + (wait_s if wait_s > busy_s else busy_s)
 
     def estimate(self, begin: int, end: int) -> Estimate:
         """Loading `[begin, end)`: a load when that is everything usable, else a split."""
-        path: Path = "load" if (begin, end) == (self.start, self.usable) else "split"
-        return estimated(self.cost, self.request, path, (self.part(begin, end, end),), self.band)
+        path: Path = "load" if end == self.usable and begin == self.start else "split"
+        cost, transfer = self.cost, self.transfer
+        bulk = cost.executor == "bulk"
+        if not bulk and transfer.event_s:
+            return estimated(cost, self.request, path, (self.part(begin, end, end),), self.band)
+        # The same written out for one run of tokens whose layers have events of their own.
+        prompt, chunk, tokens = self.request.prompt_tokens, self.chunk, end - begin
+        wait = arrived = transfer.total_s(tokens)
+        if bulk:
+            rest = cost.recompute_s(end, prompt, chunk)
+        else:
+            computes, rest = cost.after(end, prompt, chunk)
+            wait = transfer.wait_s(tokens, computes)
+        front = cost.prefill.prefill_s(self.start, begin - self.start, chunk) if begin > self.start else 0.0
+        ready = self.busy_s + front
+        return Estimate(
+            path,
+            rest + (wait if wait > ready else ready),
+            front + rest,
+            arrived,
+            (LoadSegment(self.tier, begin, end, round(transfer.bytes(tokens))),),
+            front,
+            1,
+            self.band,
+        )
 
     def load(self) -> Estimate:
         """Loading everything usable."""
-        return self.estimate(self.start, self.usable)
+        found = self.estimate(self.start, self.usable)
+        self.rest_s = found.compute_s
+        return found
 
     def two_ended(self) -> Estimate | None:
         """The fastest way to compute the front of the usable prefix while the rest of it loads, None where no load
@@ -102,9 +148,8 @@ class Lane:
         points = self.cuts(self.start, self.usable)
         if not points:
             return None
-        request, cost = self.request, self.cost
-        chunk = request.prefill_chunk_tokens
-        computes = cost.computes(self.usable, request.prompt_tokens, chunk)
+        cost, chunk = self.cost, self.chunk
+        computes = cost.computes(self.usable, self.request.prompt_tokens, chunk)
 
         def front(begin: int) -> float:
             return self.busy_s + cost.prefill.prefill_s(self.start, begin - self.start, chunk)
@@ -119,6 +164,11 @@ class Lane:
         low, high = self.start // self.unit + 1, self.usable // self.unit - 1
         if low > high:
             return None
+        if not self.busy_s and only_ends_count(self.cost, self.transfer, self.request):
+            last = self.estimate(self.start, high * self.unit)
+            first = low * self.unit
+            sooner = low < high and self.ttft(first) <= last.ttft_s
+            return self.estimate(self.start, first) if sooner else last
         points = SplitPoints(self.cost, self.transfer, self.request, low, high).find()
         if self.cost.executor != "bulk" and self.transfer.event_s:
             # Each number of layers to an event has bends of its own.
@@ -128,49 +178,26 @@ class Lane:
         return self.estimate(self.start, best)
 
     def crossover(self) -> tuple[int | None, str]:
-        """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower.
-
-        Where chunks make several, the one nearest to this request's prefix: it answers for this request.
-        """
-        request, cost = self.request, self.cost
-        suffix = request.prompt_tokens - self.usable
-        chunk = request.prefill_chunk_tokens
-
-        def saved_s(prefix: int) -> float:
-            prompt = prefix + suffix
-            return self.busy_s + cost.recompute_s(self.start, prompt, chunk) - self._load_s(prefix, prompt)
-
-        shortest = self.start + 1
-        low = high = max(shortest, self.usable)
-        if saved_s(high) >= 0:
-            while saved_s(low) >= 0:
-                if low == shortest:
-                    return None, "loading is faster for a prefix of any length up to this one"
-                # Without chunks what is saved is convex in the prefix, and turns once at most.
-                low, high = (shortest if chunk is None else (shortest + low) // 2), low
-        else:
-            high = min(_LONGEST_PREFIX, 2 * high)
-            while saved_s(high) < 0:
-                if high >= _LONGEST_PREFIX:
-                    return None, f"recomputing is faster up to {_LONGEST_PREFIX:,} tokens"
-                low, high = high, min(_LONGEST_PREFIX, 2 * high)
-        _, high = crossing(saved_s, range(low, high + 1))
-        return high, f"with the {suffix} tokens after the prefix held fixed, loading is faster from here on"
+        """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower."""
+        return crossover(self, self.kept)
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed
         costs included: the largest that any awaited layer's arrival asks for."""
-        request, cost, transfer = self.request, self.cost, self.transfer
-        prompt, chunk = request.prompt_tokens, request.prefill_chunk_tokens
+        cost, transfer = self.cost, self.transfer
+        prompt, chunk = self.request.prompt_tokens, self.chunk
         moved = transfer.bytes(self.gain)
         if moved == 0:
             return None, "these layers keep nothing that a load would have to move"
-        saved = cost.recompute_s(self.start, prompt, chunk) - cost.recompute_s(self.usable, prompt, chunk)
+        whole_s, rest_s = self.recompute_s, self.rest_s
+        saved = cost.recompute_s(self.start, prompt, chunk) if whole_s is None else whole_s
+        saved -= cost.recompute_s(self.usable, prompt, chunk) if rest_s is None else rest_s
         # With all copies done while the device was busy, what is saved is left.
         hidden = [(0.0, saved)] if self.busy_s else []
         rates = []
         if cost.executor == "bulk":
-            rates.append(_rate([*hidden, (moved, self.busy_s + saved - transfer.fixed_s(self.gain))]))
+            left = self.busy_s + saved - transfer.fixed_s(self.gain)
+            rates.append(moved / left if left > 0 and (saved > 0 or not hidden) else None)
         else:
             computes = cost.computes(self.usable, prompt, chunk)
             most = cost.prefill.layers if transfer.event_s else 1
@@ -179,8 +206,8 @@ class Lane:
             ]
         found = [rate for rate in rates if rate is not None]
         if not found:
-            return None, "loading saves less time than its fixed cost, at any rate"
-        return min(found), "above this link rate loading everything is faster"
+            return None, AT_NO_RATE
+        return min(found), FASTER_ABOVE
 
     def _budgets(self, saved: float, computes: Computes, group: int) -> list[tuple[float, float]]:
         """The bytes that are there when each group of layers has arrived, and the seconds they may take.

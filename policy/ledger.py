@@ -101,6 +101,11 @@ class Ledger:
     def __contains__(self, reservation_id: str) -> bool:
         return reservation_id in self._live
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been booked or seen on any device or link, as far as that is remembered."""
+        return not self._devices and not self._links
+
     def device_busy_s(self, instance: str, now: float) -> float:
         """Q: seconds of booked work ahead of a new request on that instance's device."""
         self.expire(now)

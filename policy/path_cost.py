@@ -34,7 +34,10 @@ class PathCost:
 
     def recompute_s(self, resident: int, prompt: int, chunk: int | None = None) -> float:
         """Seconds to compute tokens `[resident, prompt)` and the first token after them."""
-        return self.prefill.prefill_s(resident, prompt - resident, chunk) + self.prefill.head_s
+        prefill = self.prefill
+        if chunk is None:
+            return prefill.pass_s(resident, prompt - resident) + prefill.head_s
+        return prefill.prefill_s(resident, prompt - resident, chunk) + prefill.head_s
 
     def load_s(
         self,
@@ -53,9 +56,19 @@ class PathCost:
         later chunks find everything there. From `resident` < `start` on, the tokens before the load are computed
         while it runs, in passes of their own. `busy_s` is work ahead on the device: passes wait for it, copies do not.
         """
-        wait = self.alone_s(transfer, end - start, self.computes(end, prompt, chunk))
+        computes, rest = self.after(end, prompt, chunk)
+        wait = self.alone_s(transfer, end - start, computes)
         front = 0.0 if resident is None else self.prefill.prefill_s(resident, start - resident, chunk)
-        return self.recompute_s(end, prompt, chunk) + max(busy_s + front, wait)
+        return rest + max(busy_s + front, wait)
+
+    def after(self, end: int, prompt: int, chunk: int | None) -> tuple[Computes, float]:
+        """`computes` and `recompute_s` after `end` loaded tokens."""
+        prefill = self.prefill
+        if chunk is not None or self.executor == "bulk" or prefill.unlike:
+            return self.computes(end, prompt, chunk), self.recompute_s(end, prompt, chunk)
+        # One pass is the first and all there is.
+        pass_s = prefill.pass_s(end, prompt - end)
+        return pass_s / prefill.layers, pass_s + prefill.head_s
 
     def computes(self, end: int, prompt: int, chunk: int | None) -> Computes:
         """Seconds of each layer of the first pass after `end` loaded tokens, under which others may arrive."""
@@ -75,7 +88,7 @@ class PathCost:
         if self.executor == "bulk":
             return transfer.total_s(tokens)
         if group_layers is not None or not transfer.event_s:
-            return transfer.wait_s(tokens, computes, group_layers or 1)
+            return transfer.wait_s(tokens, computes, 1 if group_layers is None else group_layers)
         return self.arrival((Part("", transfer, 0, tokens),), computes)[0]
 
     def arrival(self, parts: Sequence[Part], computes: Computes) -> tuple[float, float, int]:

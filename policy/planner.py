@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlane.policy.basis import Basis
 from kvlane.policy.calibrated_range import CalibratedRange
+from kvlane.policy.crossover import Kept
 from kvlane.policy.errors import InputError
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_lane import LayerwiseLane
@@ -20,6 +21,7 @@ from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_by
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
 from kvlane.policy.path_cost import Part, PathCost
+from kvlane.policy.plain import NO_SPLIT, PlainTier
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
@@ -30,8 +32,22 @@ from kvlane.policy.two_tiers import TwoTiers
 BAND: Mapping[Source, float] = {"explicit": 0.05, "calibration": 0.10, "profile": 0.25, "assumption": 0.50}
 
 
-# Prices of transfers kept between requests, by tier and load unit, which a request may choose.
-_KEPT_TRANSFERS = 64
+# Routes kept between requests, by tier and load unit, which a request may choose.
+_KEPT_ROUTES = 64
+
+
+class Route:
+    """What is the same for all loads from one tier in load units of one size.
+
+    `band` is the half-width of their error bands, `kept` the crossovers found, `plain` what decides loads from it alone
+    in few steps, where these are plain enough.
+    """
+
+    __slots__ = ("band", "kept", "plain", "transfer")
+
+    def __init__(self, transfer: TransferCost, band: float) -> None:
+        self.transfer, self.band, self.kept = transfer, band, Kept()
+        self.plain: PlainTier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +99,11 @@ class Planner:
         self.kv_dtype = kv_dtype or model.kv_dtype
         self.layers = len(model.layers)
         self._plain = model.uniform and model.layers[0].plain
+        # The front would leave its states where the load brings those of its end: there is one place for them.
+        self._two_ended = executor == "two_ended" and not model.recurrent
         self.kv_bytes_per_token = model.kv_bytes_per_token(self.kv_dtype, tp)
         self.layer_bytes_per_token = self.kv_bytes_per_token / self.layers
-        self._transfers: dict[tuple[str, int], TransferCost] = {}
+        self._transfers: dict[tuple[str, int], Route] = {}
         self._known_bytes: dict[int, tuple[LayerBytes, ...]] = {}
         self._link_errors = calibration.link_errors if calibration is not None else {}
         self._ranges = calibration.ranges if calibration is not None else None
@@ -121,12 +139,18 @@ class Planner:
         lanes = {tier: self._lane(tier, request) for tier in request.hits}
         useful = [lane for lane in lanes.values() if lane.gain > 0]
         candidates = [self._recompute(request)]
-        alone = None
-        for way in self._ways(useful):
-            found = [estimate for estimate in way if estimate is not None]
-            if found:
-                candidates.append(min(found, key=_ttft) if len(found) > 1 else found[0])
-                alone = alone or candidates[-1]
+        if len(useful) == 1:
+            # Each way has one candidate at most.
+            lane = useful[0]
+            lane.recompute_s = candidates[0].compute_s
+            ways = [lane.load(), lane.best_split(), lane.two_ended() if self._two_ended else None]
+            candidates += [estimate for estimate in ways if estimate is not None]
+        elif useful:
+            for way in self._ways(useful):
+                found = [estimate for estimate in way if estimate is not None]
+                if found:
+                    candidates.append(min(found, key=_ttft) if len(found) > 1 else found[0])
+        alone = candidates[1] if len(candidates) > 1 else None
         chosen = self._choose(candidates, request.device_busy_s)
         estimates: dict[Path, Estimate | None] = {"load": None, "recompute": None, "split": None}
         for candidate in candidates:
@@ -143,17 +167,16 @@ class Planner:
         return self._plan(request, lanes, chosen, estimates, unavailable, alone)
 
     def _ways(self, lanes: Sequence[Lane]) -> Iterator[list[Estimate | None]]:
-        """What can be done with the tiers that have something to give, the steadiest way first, and in each way the
+        """What can be done with several tiers that have something to give, the steadiest way first, and in each way the
         candidates there are: loading all of a tier's comes first."""
-        both, shorter = self._pairs(lanes) if len(lanes) > 1 else ((), ())
+        both, shorter = self._pairs(lanes)
         yield [lane.load() for lane in lanes]
         if both:
             yield [pair.load() for pair in both]
         yield [lane.best_split() for lane in lanes]
         if both:
             yield [pair.best_split() for pair in both]
-        # The front would leave its states where the load brings those of its end: there is one place for them.
-        if self.executor == "two_ended" and not self.model.recurrent:
+        if self._two_ended:
             yield [lane.two_ended() for lane in lanes]
             yield [pair.two_ended() for pair in (*both, *shorter)]
 
@@ -161,7 +184,7 @@ class Planner:
     def _no_split(self) -> str:
         if self.model.recurrent:
             return "no state checkpoint lies inside the usable prefix"
-        return "the usable prefix is a single load unit"
+        return NO_SPLIT
 
     def _pairs(self, lanes: Sequence[Lane]) -> tuple[list[TwoTiers], list[TwoTiers]]:
         """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
@@ -192,26 +215,27 @@ class Planner:
             tier = (chosen.load if len(chosen.load) == 1 else alone.load)[0].tier
         # A load from several tiers goes as far as the last of them reaches.
         furthest = chosen.load[-1].tier if chosen.load else tier
+        # By place, in the order of `Plan`: names would cost a tenth of a decision.
         return Plan(
-            model=self.model.name,
-            machine=self.machine.name,
-            executor=self.executor,
-            prompt_tokens=request.prompt_tokens,
-            resident_tokens=request.resident_tokens,
-            path=chosen.path,
-            load=chosen.load,
-            group_layers=chosen.group_layers,
-            ttft_s=chosen.ttft_s,
-            exposed_s=chosen.exposed_s,
-            estimates=estimates,
-            unavailable=unavailable,
-            tie_margin=self.tie_margin,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            tp=self.tp,
-            usable_tokens=max((lane.usable for lane in lanes.values()), default=0)
+            self.model.name,
+            self.machine.name,
+            self.executor,
+            request.prompt_tokens,
+            request.resident_tokens,
+            chosen.path,
+            chosen.load,
+            chosen.group_layers,
+            chosen.ttft_s,
+            chosen.exposed_s,
+            estimates,
+            unavailable,
+            self.tie_margin,
+            self.kv_bytes_per_token,
+            self.tp,
+            max((lane.usable for lane in lanes.values()), default=0)
             if furthest is None
             else lanes[furthest].usable,
-            basis=Basis(request, lanes, tier, chosen, estimates, self._prefill_from, self._ranges),
+            Basis(request, lanes, tier, chosen, estimates, self._prefill_from, self._ranges),
         )
 
     def _choose(self, candidates: Sequence[Estimate], busy_s: float) -> Estimate:
@@ -222,7 +246,10 @@ class Planner:
         band is consulted here. They share the device's queue too, so a near-tie is one of what comes after it: a
         share of a long queue would send every request to the path that makes it longer.
         """
-        fastest = min(candidates, key=_ttft)
+        fastest = candidates[0]
+        for candidate in candidates:
+            if candidate.ttft_s < fastest.ttft_s:
+                fastest = candidate
         near = busy_s + (fastest.ttft_s - busy_s) * (1 + self.tie_margin)
         for candidate in candidates:
             if candidate.ttft_s < near:
@@ -231,19 +258,41 @@ class Planner:
 
     def transfer(self, tier: str, load_unit_tokens: int) -> TransferCost:
         """What transfers from `tier` cost; raises `InputError` naming `hit` for a tier the machine lacks."""
+        return self._route(tier, load_unit_tokens).transfer
+
+    def _route(self, tier: str, load_unit_tokens: int) -> Route:
         key = tier, load_unit_tokens
-        if key not in self._transfers:
-            if len(self._transfers) >= _KEPT_TRANSFERS:
+        known = self._transfers.get(key)
+        if known is None:
+            if len(self._transfers) >= _KEPT_ROUTES:
                 self._transfers.clear()
             found = self.machine.tier(tier)
             link = self.machine.links[found.link]
             of = self._layer_bytes(found.runs_per_layer)
-            self._transfers[key] = (
+            transfer = (
                 TransferCost.of_tier(found, link, self.layers, self.layer_bytes_per_token, load_unit_tokens)
                 if of is None
                 else LayerwiseTransfer.over(found, link, of, load_unit_tokens)
             )
-        return self._transfers[key]
+            band = max(self._compute_band, self._link_band(link))
+            known = self._transfers[key] = Route(transfer, band)
+            if self._ranges is None and PlainTier.fits(self, transfer, load_unit_tokens):
+                known.plain = PlainTier(
+                    self,
+                    tier,
+                    load_unit_tokens,
+                    transfer,
+                    band,
+                    known.kept,
+                    self._prefill_from,
+                    self._compute_band,
+                )
+        return known
+
+    def plain(self, tier: str, load_unit_tokens: int) -> PlainTier | None:
+        """What decides in few steps requests with a hit in that tier alone, prefilled in one pass on an idle device;
+        None where there are no such steps."""
+        return self._route(tier, load_unit_tokens).plain
 
     def parts(self, request: Request, load: Sequence[LoadSegment], load_end: int) -> tuple[Part, ...]:
         """The runs of a load that ends at `load_end`, each priced as it was when a plan for `request` was decided."""
@@ -255,21 +304,23 @@ class Planner:
         return tuple(parts)
 
     def _lane(self, tier: str, request: Request) -> Lane:
-        transfer = self.transfer(tier, request.load_unit_tokens)
+        route = self._route(tier, request.load_unit_tokens)
+        transfer, kept = route.transfer, route.kept
         queued_s = request.link_queue_s.get(tier, 0.0)
         if tier in request.cold:
             queued_s += transfer.link.first_use_s
         if queued_s:
             transfer = transfer.behind(queued_s)
-        band = max(self._compute_band, self._link_band(transfer.link))
         if isinstance(transfer, LayerwiseTransfer):
+            recurrent = self.model.recurrent
             lane: Lane = LayerwiseLane(
-                self.cost, transfer, tier, request, band, recurrent=self.model.recurrent
+                self.cost, transfer, tier, request, route.band, recurrent=recurrent, kept=kept
             )
         else:
-            lane = Lane(self.cost, transfer, tier, request, band)
+            lane = Lane(self.cost, transfer, tier, request, route.band, kept)
         if tier in request.copies and lane.gain:
             lane.transfer = replace(lane.transfer, counted=(lane.gain, request.copies[tier]))
+            lane.kept = None
         return lane
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:
@@ -290,12 +341,8 @@ class Planner:
     def _recompute(self, request: Request) -> Estimate:
         resident, prompt, chunk = request.resident_tokens, request.prompt_tokens, request.prefill_chunk_tokens
         seconds = self.cost.recompute_s(resident, prompt, chunk)
-        return Estimate(
-            path="recompute",
-            ttft_s=request.device_busy_s + seconds,
-            compute_s=seconds,
-            band=self._compute_band,
-        )
+        ttft_s = request.device_busy_s + seconds
+        return Estimate("recompute", ttft_s, seconds, band=self._compute_band)
 
 
 def _ttft(estimate: Estimate) -> float:

@@ -21,11 +21,21 @@ from kvlane.policy.transfer_cost import TransferCost
 _MOST_STRETCHES = 512
 
 
+def only_ends_count(cost: PathCost, transfer: TransferCost, request: Request) -> bool:
+    """Whether TTFT has no bend between the first and the last split point that the device's queue does not hide."""
+    return (
+        request.prefill_chunk_tokens is None
+        and (cost.executor == "bulk" or not transfer.by_layer)
+        and not cost.prefill.floored
+        and transfer.even(request.load_unit_tokens)
+    )
+
+
 class SplitPoints:
     """The points to try from the end of load unit number `low` to that of number `high`."""
 
     def __init__(self, cost: PathCost, transfer: TransferCost, request: Request, low: int, high: int) -> None:
-        self.cost, self.prefill, self.transfer = cost, cost.prefill, transfer
+        self.cost, self.prefill, self.transfer, self.request = cost, cost.prefill, transfer, request
         self.busy_s = request.device_busy_s
         self.unit, self.start = request.load_unit_tokens, request.resident_tokens
         self.prompt, self.chunk = request.prompt_tokens, request.prefill_chunk_tokens
@@ -36,9 +46,9 @@ class SplitPoints:
     def find(self) -> list[int]:
         """Tokens after which to split, ascending; the best is among them, or hardly better than one of them."""
         low, high = self.low, self.high
-        even = self.transfer.even(self.unit) and not self.floored
-        if even and self.chunk is None and not self.by_layer:
+        if only_ends_count(self.cost, self.transfer, self.request):
             return [low * self.unit, high * self.unit]
+        even = self.transfer.even(self.unit) and not self.floored
         signs: list[Callable[[int], float]] = []
         if self.by_layer:
             signs.append(self._copy_beyond_compute)
@@ -127,9 +137,9 @@ class SplitPoints:
         return rest if self.chunk is None else min(rest, self.chunk)
 
     def _copy_beyond_compute(self, units: int) -> float:
-        end = units * self.unit
-        compute = self.prefill.pass_s(end, self._first_pass(end)) / self.prefill.layers
-        return self.transfer.layer_s(end - self.start) - compute
+        end, prefill = units * self.unit, self.prefill
+        new = self.prompt - end if self.chunk is None else self._first_pass(end)
+        return self.transfer.layer_s(end - self.start) - prefill.pass_s(end, new) / prefill.layers
 
     def _beyond_floor(self, resident: int, new: int) -> float:
         prefill = self.prefill

@@ -89,8 +89,8 @@ class TransferCost:
         if self.counted is not None:
             whole, copies = self.counted
             return max(1, -(-tokens * copies // whole))
-        runs = 1 if self.run_tokens is None else -(-tokens // self.run_tokens)
-        return runs * self.runs_per_layer
+        run = self.run_tokens
+        return self.runs_per_layer if run is None else -(-tokens // run) * self.runs_per_layer
 
     def even(self, unit: int) -> bool:
         """Whether every load unit of `unit` tokens costs as much to move as every other, and events are free."""
@@ -123,7 +123,7 @@ class TransferCost:
         moved = tokens * self.layer_bytes_per_token
         if moved <= 0:
             return 0.0
-        if not self.by_layer:
+        if self.layout != "layer_major":
             return self._chunks_s(tokens) / self.layers
         link = self.link
         if not link.rate_table:
@@ -143,7 +143,13 @@ class TransferCost:
         """Seconds for all layers of `tokens` tokens, latency included; nothing costs nothing."""
         if tokens <= 0:
             return 0.0
-        return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
+        link = self.link
+        if self.layout != "layer_major" or link.rate_table:
+            return self.lead_s(tokens) + self.layers * self.layer_s(tokens)
+        # `lead_s` and `layer_s` written out: a decision comes here several times.
+        fixed = self.copies(tokens) * link.per_copy_s if link.per_copy_s else 0.0
+        layer_s = fixed + tokens * self.layer_bytes_per_token / link.rate_bytes_per_s
+        return self.queued_s + link.latency_s + tokens * self.per_token_s + self.layers * layer_s
 
     def done_s(self, tokens: int, group_layers: int) -> float:
         """The same when layers arrive one after another, with an event for each group of them."""
@@ -168,13 +174,13 @@ class TransferCost:
         """How long a pass over the layers waits for `tokens` tokens that arrive layer by layer."""
         if tokens <= 0:
             return 0.0
-        if not self.by_layer:
+        if self.layout != "layer_major":
             return self.total_s(tokens)
         if isinstance(computes, float):
-            lead, gap = self.lead_s(tokens), self.layer_s(tokens)
-            return pipeline.uniform_wait(
-                lead, gap, computes, self.layers, group_layers, self.link.per_event_s
-            )
+            link = self.link
+            lead = self.queued_s + link.latency_s + tokens * self.per_token_s
+            gap = self.layer_s(tokens)
+            return pipeline.uniform_wait(lead, gap, computes, self.layers, group_layers, link.per_event_s)
         return pipeline.longest_wait(self.arrivals(tokens, group_layers), computes)
 
     def group_waits(self, tokens: int, computes: Computes) -> list[float]:
@@ -212,5 +218,8 @@ class TransferCost:
 
     def fixed_s(self, tokens: int) -> float:
         """What a transfer costs whatever the rate: what comes before it, and per-copy cost."""
-        copies = self.copies(tokens) * (self.layers if self.by_layer else 1)
-        return self.lead_s(tokens) + copies * self.link.per_copy_s
+        per_copy_s = self.link.per_copy_s
+        if not per_copy_s:
+            return self.lead_s(tokens)
+        copies = self.copies(tokens) * (self.layers if self.layout == "layer_major" else 1)
+        return self.lead_s(tokens) + copies * per_copy_s

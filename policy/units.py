@@ -116,18 +116,30 @@ def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
     return f"{_three_digits(value / scale)} {unit}"
 
 
+# A reason holds half a dozen of these. Of most `g` says in one step what `_scaled` would: away from where three digits
+# round up to a fourth, which it shows as another number of decimals, or as an exponent.
+
+
 def show_rate(bytes_per_s: float) -> str:
     """A rate as people read it, 1 GB = 1e9 bytes: "51.2 GB/s"."""
+    if 1e9 <= bytes_per_s < 9.99e9 or 1e10 <= bytes_per_s < 9.99e11:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
     return _scaled(bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s")))
 
 
 def show_bytes(count: float) -> str:
     """A size as people read it, 1 GB = 1e9 bytes: "1.62 GB"."""
+    if 1e9 <= count < 9.99e9 or 1e10 <= count < 9.99e11:
+        return f"{count / 1e9:.3g} GB"
+    if 1e7 <= count < 9.99e8:
+        return f"{count / 1e6:.3g} MB"
     return _scaled(count, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
 
 
 def show_seconds(seconds: float) -> str:
     """A time as people read it: "92.0 ms", "1.25 s"."""
+    if 0.009995 <= seconds < 0.99995:  # most of them
+        return f"{seconds * 1e3:.1f} ms"
     if seconds == 0:
         return "0 ms"
     size = abs(seconds)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 from msgspec import UNSET
 
 from kvlane.policy.assignment import Assignment
 from kvlane.policy.model import usable_tokens
-from kvlane.policy.plan import Estimate, Path
+from kvlane.policy.plain import NO_SPLIT, Told
+from kvlane.policy.plan import Estimate, Executor, LoadSegment, Parameter, Path
 from kvlane.policy.service.answers import (
     Advice,
     Estimates,
@@ -20,7 +23,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Gist(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a plan for whoever asks the same again: the `Advice` as JSON, and what is counted of it.
+    """What is kept of a plan for whoever asks the same again: the `Advice` as JSON but for the brace that ends it, and
+    what is counted of it.
 
     Neither this nor `Made` is looked at by the garbage collector: there are many, and they hold no cycles.
     """
@@ -37,70 +41,136 @@ class Gist(msgspec.Struct, frozen=True, gc=False):
 
 def gist_of(found: Assignment, listed: list[Hit], slo_s: float | None) -> Gist:
     """A plan's gist; `listed` is what was said to be stored, loadable or not."""
-    plan = found.plan
+    plan, request, basis = found.plan, found.request, found.plan.basis
+    chosen = plan.estimates[plan.path]
+    assert chosen is not None
+    return _gist(
+        chosen,
+        plan.estimates,
+        plan.prompt_tokens,
+        plan.resident_tokens,
+        request.load_unit_tokens,
+        listed,
+        plan.executor,
+        found.joined,
+        found.joined_tokens,
+        request.device_busy_s,
+        None if slo_s is None else plan.ttft_s <= slo_s,
+        plan.unavailable,
+        basis.crossover,
+        basis.break_even,
+        plan.calibrated,
+        basis.parameters,
+        plan.notes,
+        found.reason,
+    )
+
+
+def gist_of_plain(told: Told, prompt: int, resident: int, unit: int, listed: list[Hit]) -> Gist:
+    """The same of a plan that was told at once."""
+    return _gist(
+        told.chosen,
+        {"load": told.load, "recompute": told.recompute, "split": told.split},
+        prompt,
+        resident,
+        unit,
+        listed,
+        "bulk",
+        False,
+        0,
+        0.0,
+        None,
+        {} if told.split is not None else {"split": NO_SPLIT},
+        told.crossover,
+        told.break_even,
+        told.calibrated,
+        told.parameters,
+        (),
+        told.reason,
+    )
+
+
+def _gist(
+    chosen: Estimate,
+    estimates: Mapping[Path, Estimate | None],
+    prompt: int,
+    resident: int,
+    unit: int,
+    listed: list[Hit],
+    executor: Executor,
+    joined: bool,
+    joined_tokens: int,
+    busy_s: float,
+    meets_slo: bool | None,
+    unavailable: dict[Path, str],
+    crossover: tuple[int | None, str],
+    break_even: tuple[float | None, str],
+    calibrated: bool,
+    parameters: dict[str, Parameter],
+    notes: tuple[str, ...],
+    reason: str,
+) -> Gist:
+    path, load, ttft_s = chosen.path, chosen.load, chosen.ttft_s
     rejected: Estimate | None = None
-    for path, estimate in plan.estimates.items():
-        if estimate is None or path == plan.path:
+    for estimate in estimates.values():
+        if estimate is None or estimate.path == path:
             continue
         if rejected is None or estimate.ttft_s < rejected.ttft_s:
             rejected = estimate
+    # The runs of a load follow each other without a gap.
+    load_tokens = load[-1].end - load[0].start if load else 0
+    # By place, in the order of `Advice`: names would cost as much as all else here.
+    told = Advice(
+        path,
+        load,
+        load_tokens,
+        chosen.group_layers,
+        prompt - resident - load_tokens,
+        executor,
+        ttft_s,
+        chosen.exposed_s,
+        joined,
+        busy_s,
+        meets_slo,
+        Estimates(
+            _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
+        ),
+        unavailable,
+        crossover[0],
+        crossover[1],
+        break_even[0],
+        break_even[1],
+        calibrated,
+        parameters,
+        notes,
+        reason,
+        TransferParams(load_tokens)
+        if _needs_cap(load, resident, load_tokens, prompt, unit, listed)
+        else UNSET,
+        joined_tokens,
+    )
     return Gist(
-        _advice(found, listed, slo_s),
-        plan.path,
-        plan.ttft_s,
-        plan.load_tokens,
-        found.request.load_unit_tokens,
-        tuple(dict.fromkeys([segment.tier for segment in plan.load])),
+        _encode(told)[:-1],
+        path,
+        ttft_s,
+        load_tokens,
+        unit,
+        tuple(dict.fromkeys([segment.tier for segment in load])) if load else (),
         None if rejected is None else rejected.path,
         0.0 if rejected is None else rejected.ttft_s,
     )
 
 
-def _advice(found: Assignment, listed: list[Hit], slo_s: float | None) -> bytes:
-    plan = found.plan
-    estimates = plan.estimates
-    load_tokens = plan.load_tokens
-    told = Advice(
-        path=plan.path,
-        load=plan.load,
-        load_tokens=load_tokens,
-        group_layers=plan.group_layers,
-        recompute_tokens=plan.prompt_tokens - plan.resident_tokens - load_tokens,
-        executor=plan.executor,
-        ttft_s=plan.ttft_s,
-        exposed_s=plan.exposed_s,
-        joined=found.joined,
-        device_busy_s=found.request.device_busy_s,
-        meets_slo=None if slo_s is None else plan.ttft_s <= slo_s,
-        estimates=Estimates(
-            _estimate(estimates["load"]), _estimate(estimates["recompute"]), _estimate(estimates["split"])
-        ),
-        unavailable=plan.unavailable,
-        crossover_tokens=plan.crossover_tokens,
-        crossover_note=plan.crossover_note,
-        break_even_bytes_per_s=plan.break_even_bytes_per_s,
-        break_even_note=plan.break_even_note,
-        calibrated=plan.calibrated,
-        parameters_from=plan.parameters_from,
-        notes=plan.notes,
-        reason=found.reason,
-        kv_transfer_params=TransferParams(load_tokens) if _needs_cap(found, listed) else UNSET,
-        joined_tokens=found.joined_tokens,
-    )
-    return _encode(told)
-
-
-def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
+def _needs_cap(
+    load: Sequence[LoadSegment], resident: int, load_tokens: int, prompt: int, unit: int, listed: list[Hit]
+) -> bool:
     """Whether less is to be loaded than an engine would find stored."""
-    request, plan = found.request, found.plan
-    if plan.load and plan.load[0].start > request.resident_tokens:
+    if load and load[0].start > resident:
         return False  # a cap counts from the resident prefix: it cannot say that the front is computed
-    planned = request.resident_tokens + plan.load_tokens
+    planned = resident + load_tokens
     for hit in listed:
         tokens = min(hit.tokens) if isinstance(hit.tokens, list) else hit.tokens
-        if planned < usable_tokens(
-            tokens, request.prompt_tokens, request.load_unit_tokens, request.tail_tokens
-        ):
+        if planned < usable_tokens(tokens, prompt, unit):
             return True
     return False
 
@@ -108,35 +178,48 @@ def _needs_cap(found: Assignment, listed: list[Hit]) -> bool:
 def _estimate(estimate: Estimate | None) -> PathEstimate | None:
     if estimate is None:
         return None
-    ttft = estimate.ttft_s
+    ttft_s, band, compute_s, load = estimate.ttft_s, estimate.band, estimate.compute_s, estimate.load
+    tokens = size = 0
+    if load:
+        tokens = load[-1].end - load[0].start
+        size = load[0].bytes if len(load) == 1 else estimate.load_bytes
     return PathEstimate(
-        ttft,
-        ttft * max(0.0, 1 - estimate.band),
-        ttft * (1 + estimate.band),
-        max(0.0, ttft - estimate.compute_s),
+        ttft_s,
+        ttft_s * (1 - band if band < 1 else 0.0),
+        ttft_s * (1 + band),
+        ttft_s - compute_s if ttft_s > compute_s else 0.0,
         estimate.transfer_s,
-        estimate.compute_s,
+        compute_s,
         estimate.front_s,
-        estimate.load,
-        estimate.load_tokens,
-        estimate.load_bytes,
+        load,
+        tokens,
+        size,
         estimate.group_layers,
     )
 
 
-def choice(told: bytes, deployment: str, instance: str) -> bytes:
+def whose(deployment: str, instance: str) -> bytes:
+    """Whom an advice is for: what a `Choice` holds beside it."""
+    return b',"deployment":%b,"instance":%b' % (_encode(deployment), _encode(instance))
+
+
+def choice(gist: Gist, whom: bytes) -> bytes:
     """A `Choice` as JSON: the advice with whom it is for."""
-    return b'%b,"deployment":%b,"instance":%b}' % (told[:-1], _encode(deployment), _encode(instance))
+    return b"%b%b}" % (gist.told, whom)
 
 
 def decision(
-    chosen: bytes, decision_id: str, expires_in_s: float | None, ranked: list[bytes] | None
+    gist: Gist,
+    whom: bytes,
+    decision_id: str,
+    expires_in_s: float | None,
+    ranked: list[tuple[Gist, bytes]] | None,
 ) -> bytes:
-    """A `Decision` as JSON: the choice, what it is called, and all the candidates' where there were any."""
-    listed = b"" if ranked is None else b',"candidates":[%b]' % b",".join(ranked)
-    return b'%b,"decision_id":"%b","expires_in_s":%b%b}' % (
-        chosen[:-1],
-        decision_id.encode("ascii"),
-        _encode(expires_in_s),
-        listed,
-    )
+    """A `Decision` as JSON: the advice, whom it is for, what it is called, and all the candidates' where there were
+    any."""
+    listed = b"}"
+    if ranked is not None:
+        listed = b',"candidates":[%b]}' % b",".join([choice(each, of) for each, of in ranked])
+    name = decision_id.encode("ascii")
+    expires = b"null" if expires_in_s is None else _encode(expires_in_s)
+    return b"".join((gist.told, whom, b',"decision_id":"', name, b'","expires_in_s":', expires, listed))

@@ -19,6 +19,7 @@ from kvlane.policy.service.columns import LongBatches, decide_columns
 from kvlane.policy.service.crowd import Crowds
 from kvlane.policy.service.curves import Charts, curves
 from kvlane.policy.service.explore import what_if
+from kvlane.policy.service.known import KnownHeads
 from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
@@ -156,6 +157,7 @@ class Endpoint:
         self.service = service
         self.draining = False
         self._heads = heads
+        self._known = KnownHeads()
         self._in_flight = 0
         self._long = LongBatches()
         self._crowds = Crowds()
@@ -192,10 +194,11 @@ class Endpoint:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The answer to one request, a problem like any other."""
-        extra = b""
+        extra = body = b""
         status, content_type = 200, JSON
         connection = cast(Connection, request.protocol)
         answer: bytes | None
+        passed = False
         self._in_flight += 1
         try:
             gate = self.service.gate
@@ -211,7 +214,6 @@ class Endpoint:
                 gate.check_observer(request)
             elif not operation.open:
                 gate.check_token(request)
-            body = b""
             if operation.takes is not None:
                 if self._in_flight > self.service.settings.limits.in_flight:
                     raise ProblemError(
@@ -225,6 +227,7 @@ class Endpoint:
             made = route.act(body)
             answer = made if made is None or isinstance(made, bytes) else await made
             status, content_type = operation.status, operation.content_type
+            passed = operation is DECIDE
             trace = request.headers.get("traceparent")
             if trace is not None:
                 extra = self._trace(trace, operation, answer)
@@ -242,12 +245,36 @@ class Endpoint:
         finally:
             self._in_flight -= 1
             connection.heard_at = None
-        return Reply(
-            self._heads.head(status, content_type),
-            answer,
-            extra,
-            keep_alive=self._stays(request),
-        )
+        stays = self._stays(request)
+        head = connection.head(body) if stays else None
+        if head is not None and passed:
+            self._known.learn(head, request, self.service.gate)
+        return Reply(self._heads.head(status, content_type), answer, extra, keep_alive=stays)
+
+    def at_once(self, data: bytes) -> bytes | None:
+        """The whole answer, head and all, to a request to decide whose head is known; None for everything else."""
+        if self.draining or self._in_flight >= self.service.settings.limits.in_flight:
+            return None
+        body = self._known.body(data, self.service.gate)
+        if body is None:
+            return None
+        extra = b""
+        status, content_type = 200, JSON
+        try:
+            asked = _decoded(self._decide, body)
+            if asked.candidates is not UNSET:
+                return None  # these are weighed in turns
+            answer = self.service.desk.decide(asked)
+        except ProblemError as problem:
+            answer, extra = self._refused(problem)
+            status, content_type = problem.status, problems.CONTENT_TYPE
+        except Exception:
+            log.exception("request failed", extra={"path": DECIDE.path})
+            failure = ProblemError("internal_error", "the endpoint failed; its log says why")
+            answer, extra = self._refused(failure)
+            status, content_type = failure.status, problems.CONTENT_TYPE
+        head = self._heads.head(status, content_type)
+        return b"".join((head, b"%d" % len(answer), extra, b"\r\n\r\n", answer))
 
     def _stays(self, request: web.BaseRequest) -> bool:
         """Whether the connection stays for another request."""

@@ -6,7 +6,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -22,7 +22,7 @@ from kvlane.policy.ledger import Ledger
 from kvlane.policy.objective import SOONEST, Aim
 from kvlane.policy.plan import Executor, Path, Request
 from kvlane.policy.planner import Planner
-from kvlane.policy.service.answer import Gist, choice, decision, gist_of
+from kvlane.policy.service.answer import Gist, choice, decision, gist_of, gist_of_plain
 from kvlane.policy.service.config import Limits
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.line import TURN_S
@@ -31,11 +31,13 @@ from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
 from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
 from kvlane.policy.service.promises import Promises
+from kvlane.policy.service.spots import Spot
 from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
 from kvlane.policy.units import LONGEST_S
 
 # Answers kept for those who ask the same again; each is some two kilobytes.
 _MOST_WORKED = 1024
+_MOST_SPOTS = 4096
 
 # A link is left alone after so many loads over it failed one after the other, and tried again after so long.
 _FAILURES = 3
@@ -47,12 +49,11 @@ _MOST_AGAIN = 4
 _Key = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """What one instance should do; how it is booked where that was asked for, and what it follows from where it was
-    worked out anew."""
+    worked out anew and at length."""
 
-    place: Place
+    spot: Spot
     gist: Gist
     booking: Booking | None = None
     found: Assignment | None = None
@@ -93,6 +94,7 @@ class Desk:
         names = {deployment.name: deployment for deployment in deployments.values()}
         self._only = next(iter(names.values())) if len(names) == 1 else None
         self._names = ", ".join(names)[:200]
+        self._spots: dict[tuple[str, str, str | None], Spot] = {}
         for name in names:
             self.cells.deployment(name)
 
@@ -147,14 +149,14 @@ class Desk:
         deployment = replace(self.deployment(asked.deployment))
         executor: Executor = asked.executor or deployment.executor
         planner = deployment.in_force.planners[executor]
-        spots = self._spots(asked)
+        spots = self._candidates(asked)
         works: list[_Work] = []
         seen: Glimpse | None = None
         until = started + TURN_S
         for index, spot in enumerate(spots):
             if perf_counter() >= until:
                 if seen is None:
-                    places = [_place(deployment, each) for each in spots[index:]]
+                    places = [self._spot(deployment, each).place for each in spots[index:]]
                     links = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}
                     seen = Glimpse(self.ledger, places, links, asked.prefix_id, now)
                 yield
@@ -175,9 +177,7 @@ class Desk:
             best = next(index for index in order if index in again)
             order.remove(best)
             order.insert(0, best)
-        ranked = [
-            choice(works[index].gist.told, deployment.name, works[index].place.instance) for index in order
-        ]
+        ranked = [(works[index].gist, works[index].spot.whom) for index in order]
         return self._give(asked, deployment, works[order[0]], ranked, now, since or started)
 
     def _give(
@@ -185,17 +185,17 @@ class Desk:
         asked: DecideRequest,
         deployment: Deployment,
         best: _Work,
-        ranked: list[bytes] | None,
+        ranked: list[tuple[Gist, bytes]] | None,
         now: float,
         started: float,
     ) -> bytes:
         """Books, counts and remembers what was decided, and puts it into words."""
-        chosen = choice(best.gist.told, deployment.name, best.place.instance) if ranked is None else ranked[0]
         decision_id = f"{self._stem}{next(self._numbers):x}"
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
             self.ledger.reserve(decision_id, best.booking, now)
-        answer = decision(chosen, decision_id, lifetime_s if asked.reserve else None, ranked)
+        expires_in_s = lifetime_s if asked.reserve else None
+        answer = decision(best.gist, best.spot.whom, decision_id, expires_in_s, ranked)
         self._remember(decision_id, deployment, best, asked.request_id, now)
         if asked.request_id is not None:
             self.promises.give(asked, answer, now + lifetime_s)
@@ -216,10 +216,11 @@ class Desk:
         """
         quiet = copy(self)
         quiet.cells = Cells()
+        quiet._spots = {}  # they know the cells that count
         planner = deployment.in_force.planners[asked.executor or deployment.executor]
-        work = quiet._work(deployment, planner, asked, asked, (), now)
+        work = quiet._work(deployment, planner, asked, asked, (), now, at_length=True)
         assert work.found is not None
-        return choice(work.gist.told, deployment.name, work.place.instance), work.found
+        return choice(work.gist, work.spot.whom), work.found
 
     def release(self, decision_id: str) -> bool:
         """Ends what a decision booked; False when there is no such decision (any more)."""
@@ -236,7 +237,7 @@ class Desk:
             if isinstance(link, LinkKey) and not self.breakers.would_admit(link, now)
         ]
 
-    def _spots(self, asked: DecideRequest) -> list[Candidate]:
+    def _candidates(self, asked: DecideRequest) -> list[Candidate]:
         """The candidates; raises `ProblemError`."""
         assert asked.candidates is not UNSET
         for name in ("instance", "node", "resident_tokens", "hits", "state"):
@@ -260,19 +261,27 @@ class Desk:
         base: Where,
         now: float,
         ledger: Glimpse | None = None,
+        *,
+        at_length: bool = False,
     ) -> _Work:
         """What one instance should do, worked out once for all who ask the same, on the ledger or on what was seen of
         it; raises `ProblemError`."""
         on = self.ledger if ledger is None else ledger
-        place = _place(deployment, spot)
+        where = self._spot(deployment, spot)
+        place = where.place
         notes: list[str] = []
         hits, checkpoints = self._hits(deployment, spot.hits, place, asked.prompt_tokens, base, notes, now)
-        seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
-        busy_s, queued_s = queues(on, planner, hits, place, now, seen)
+        if spot.state is None and ledger is None and self.ledger.idle:
+            seen = NOTHING_SEEN
+            busy_s, queued_s = 0.0, dict.fromkeys(hits, 0.0)
+        else:
+            seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
+            busy_s, queued_s = queues(on, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
             aim = Aim(asked.objective, asked.ttft_slo_s, self._beside(on, place, spot.state, now))
         unit = asked.load_unit_tokens or deployment.settings.load_unit_tokens
+        worked = deployment.in_force.worked
         key: _Key | None = None
         if aim is SOONEST and not (asked.reserve or notes or checkpoints or (asked.prefix_id and len(on))):
             key = (
@@ -284,20 +293,33 @@ class Desk:
                 tuple(hits.items()),
                 tuple(queued_s.values()),
             )
-            known = deployment.in_force.worked.get(key)
+            known = worked.get(key)
             if known is not None:
-                return _Work(place, known)
+                return _Work(where, known)
+        prompt, resident, chunk = (
+            asked.prompt_tokens,
+            spot.resident_tokens,
+            deployment.settings.prefill_chunk_tokens,
+        )
+        if key is not None and len(hits) == 1 and not busy_s and not at_length:
+            gist = self._plainly(planner, asked, spot, hits, queued_s, unit, chunk)
+            if gist is not None:
+                _keep(worked, key, gist)
+                return _Work(where, gist)
         try:
-            request = Request(
-                prompt_tokens=asked.prompt_tokens,
-                hits=hits,
-                resident_tokens=spot.resident_tokens,
-                load_unit_tokens=unit,
-                prefill_chunk_tokens=deployment.settings.prefill_chunk_tokens,
-                state_checkpoints=checkpoints,
-                link_queue_s=queued_s,
-                device_busy_s=min(busy_s, LONGEST_S),
-            )
+            if checkpoints:
+                request = Request(
+                    prompt_tokens=prompt,
+                    hits=hits,
+                    resident_tokens=resident,
+                    load_unit_tokens=unit,
+                    prefill_chunk_tokens=chunk,
+                    state_checkpoints=checkpoints,
+                    link_queue_s=queued_s,
+                    device_busy_s=busy_s,
+                )
+            else:
+                request = Request.of_decoded(prompt, hits, resident, unit, chunk, queued_s, busy_s)
             found = assign(on, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
         except InputError as error:
             raise _located(error, spot.hits, base) from None
@@ -305,11 +327,43 @@ class Desk:
             found.plan.remarks = tuple(notes)
         gist = gist_of(found, spot.hits, asked.ttft_slo_s)
         if key is not None:
-            if len(deployment.in_force.worked) >= _MOST_WORKED:
-                deployment.in_force.worked.clear()
-            deployment.in_force.worked[key] = gist
+            _keep(worked, key, gist)
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
-        return _Work(place, gist, booking, found)
+        return _Work(where, gist, booking, found)
+
+    def _plainly(
+        self,
+        planner: Planner,
+        asked: DecideRequest,
+        spot: DecideRequest | Candidate,
+        hits: Mapping[str, int],
+        queued_s: Mapping[str, float],
+        unit: int,
+        chunk: int | None,
+    ) -> Gist | None:
+        """What to do with one hit, for most of those that ask; None where that takes more."""
+        ((tier, stored),) = hits.items()
+        if queued_s[tier]:
+            return None
+        plain = planner.plain(tier, unit)
+        if plain is None:
+            return None
+        told = plain.decide(asked.prompt_tokens, spot.resident_tokens, stored, chunk)
+        if told is None:
+            return None
+        return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)
+
+    def _spot(self, deployment: Deployment, named: DecideRequest | Candidate) -> Spot:
+        """An instance, remembered: what follows from its names is needed for every decision."""
+        instance, node = named.instance or deployment.name, named.node
+        key = deployment.name, instance, node
+        found = self._spots.get(key)
+        if found is None:
+            if len(self._spots) >= _MOST_SPOTS:
+                self._spots.clear()
+            cells = self.cells.deployment(deployment.name)
+            found = self._spots[key] = Spot(deployment, instance, node, cells)
+        return found
 
     def _hits(
         self,
@@ -320,14 +374,14 @@ class Desk:
         base: Where,
         notes: list[str],
         now: float,
-    ) -> tuple[dict[str, int | tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         """The hits that may be loaded, and their state checkpoints; why others may not goes into `notes`."""
-        hits: dict[str, int | tuple[int, ...]] = {}
+        hits: dict[str, int] = {}
         checkpoints: dict[str, tuple[int, ...]] = {}
         tiers = deployment.told.machine.tiers
         for index, hit in enumerate(listed):
             tier = tiers.get(hit.tier)
-            if tier is None or any(other.tier == hit.tier for other in listed[:index]):
+            if tier is None or (index and any(other.tier == hit.tier for other in listed[:index])):
                 problem = "is named twice" if tier is not None else "is no tier of the deployment"
                 raise ProblemError(
                     "invalid_value",
@@ -340,7 +394,8 @@ class Desk:
                 notes.append(f"{hit.tier}: loads over {tier.link} keep failing, and it is left alone for now")
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
-                hits[hit.tier] = _fewest(hit.tokens, prompt)
+                tokens = hit.tokens
+                hits[hit.tier] = _fewest(tokens, prompt) if isinstance(tokens, list) else tokens
                 if hit.state_checkpoints:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
@@ -358,13 +413,10 @@ class Desk:
     ) -> None:
         """Counts a decision, and keeps what is needed when its outcome is told."""
         gist = work.gist
-        links: tuple[LinkKey, ...] = ()
-        if gist.tiers:
-            tiers = deployment.told.machine.tiers
-            links = tuple([work.place.link(tiers[tier].link) for tier in gist.tiers])
-            if self.breakers:
-                for link in set(links):
-                    self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
+        links = work.spot.links(gist.tiers)
+        if self.breakers:
+            for link in set(links):
+                self.breakers.admit(link, now)  # while it is left alone, this is the load that tries it
         made = Made(
             deployment.name,
             gist.path,
@@ -376,23 +428,25 @@ class Desk:
             request_id,
         )
         self.keep(decision_id, made)
-        cells = self.cells.deployment(deployment.name).paths
+        cells = work.spot.cells.paths
         chosen = cells[gist.path]
-        one_more(chosen.by_tier, "+".join(gist.tiers))
+        one_more(chosen.by_tier, gist.tiers[0] if len(gist.tiers) == 1 else "+".join(gist.tiers))
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
 
 
-def _place(deployment: Deployment, spot: DecideRequest | Candidate) -> Place:
-    return Place(spot.instance or deployment.name, spot.node, deployment.scopes)
+def _keep(worked: dict[_Key, Gist], key: _Key, gist: Gist) -> None:
+    if len(worked) >= _MOST_WORKED:
+        worked.clear()
+    worked[key] = gist
 
 
-def _fewest(tokens: int | list[int], prompt: int) -> int | tuple[int, ...]:
-    """Of all ranks the fewest, which count; all of them where one is more than the prompt, for `Request` to refuse."""
-    if not isinstance(tokens, list):
-        return tokens
-    return min(tokens) if max(tokens) <= prompt else tuple(tokens)
+def _fewest(tokens: list[int], prompt: int) -> int:
+    """Of all ranks the fewest, which count; the first that is more than the prompt, for `Request` to refuse."""
+    if max(tokens) <= prompt:
+        return min(tokens)
+    return next(each for each in tokens if each > prompt)
 
 
 def _seen(deployment: Deployment, planner: Planner, state: State, base: Where) -> Seen:

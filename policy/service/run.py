@@ -43,7 +43,8 @@ class Running:
     async def run(self, listening: Callable[[str, int], None]) -> None:
         """Serves until SIGTERM or SIGINT; `listening` is told where. Raises `InputError` where it cannot listen."""
         settings = self.service.settings
-        server = Server(self._endpoint.handle, settings.limits, self.service.cells, self._heads)
+        endpoint = self._endpoint
+        server = Server(endpoint.handle, endpoint.at_once, settings.limits, self.service.cells, self._heads)
         runner = web.ServerRunner(server, shutdown_timeout=settings.limits.drain_s)
         await runner.setup()
         host, port = settings.address()

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from kvlane.policy.service import problems
 from kvlane.policy.service.config import Limits
+from kvlane.policy.service.known import head_of
 from kvlane.policy.service.metrics import Cells, count
 from kvlane.policy.service.problems import ProblemError
 
@@ -86,6 +87,8 @@ class Reply(web.StreamResponse):
         transport = self._asked.transport
         if transport is not None and transport.get_write_buffer_size() > _LARGE_BUFFER:
             await self._asked.writer.drain()
+        elif self._stays:
+            cast(Connection, self._asked.protocol).is_answered()
 
 
 def fields(headers: Mapping[str, str]) -> bytes:
@@ -94,13 +97,20 @@ def fields(headers: Mapping[str, str]) -> bytes:
 
 
 class Connection(web.RequestHandler):
-    """One connection: knows since when a request is on its way, and since when an answer is not read."""
+    """One connection: knows since when a request is on its way, and since when an answer is not read.
 
-    __slots__ = ("heads", "heard_at", "stuck_since")
+    A whole request with a known head is answered as soon as it is received; all else aiohttp is given, which answers
+    in a task. `received` is what it was given and did not answer yet, None once that is not known any more.
+    """
+
+    __slots__ = ("_answered", "_at_once", "heads", "heard_at", "received", "stuck_since")
 
     def __init__(self, manager: Server, **options: Any) -> None:
         super().__init__(manager, **options)
         self.heads = manager.heads
+        self._at_once = manager.at_once
+        self.received: bytes | None = b""
+        self._answered: bytes | None = None
         # A connection that never says anything is as slow as one that never finishes.
         self.heard_at: float | None = monotonic()
         self.stuck_since: float | None = None
@@ -121,10 +131,42 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        """Notes when a request begins to come in."""
+        """Answers a request with a known head; of others it notes when they begin to come in."""
+        transport = self.transport
+        # The first request of a connection always goes to aiohttp, so that its task is there.
+        if self.received == b"" and self._answered is not None and transport is not None:
+            answer = self._at_once(data) if transport.get_write_buffer_size() <= _LARGE_BUFFER else None
+            if answer is not None:
+                transport.write(answer)
+                # As after an answer of aiohttp's, the connection may now be idle for so long.
+                self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+                return
         if self.heard_at is None:
             self.heard_at = monotonic()
+        if self.received is not None:
+            self.received = self.received + data if len(self.received) < _LARGE_BUFFER else None
         super().data_received(data)
+
+    def close(self) -> None:
+        """Ends the connection after what is being answered; aiohttp does."""
+        self.received = None
+        super().close()
+
+    def force_close(self) -> None:
+        """Ends it now."""
+        self.received = None
+        super().force_close()
+
+    def head(self, body: bytes) -> bytes | None:
+        """The head of the request that is being answered, if it and this body are all that was received."""
+        head = None if self.received is None else head_of(self.received, body)
+        self._answered = self.received if head is not None else b""
+        return head
+
+    def is_answered(self) -> None:
+        """Forgets the request: what is received now begins another. If more than it was received, it has begun."""
+        if self.received is not None and self.received is self._answered:
+            self.received = b""
 
     def handle_error(
         self,
@@ -149,9 +191,19 @@ class Connection(web.RequestHandler):
 
 
 class Server(web.Server):
-    """Makes connections, and cuts off those that take too long."""
+    """Makes connections, and cuts off those that take too long.
 
-    def __init__(self, handler: Handler, limits: Limits, cells: Cells, heads: Heads) -> None:
+    `at_once` is given what a connection receives between requests, and makes the answer to a request it knows.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        at_once: Callable[[bytes], bytes | None],
+        limits: Limits,
+        cells: Cells,
+        heads: Heads,
+    ) -> None:
         super().__init__(
             handler,
             access_log=None,
@@ -163,6 +215,7 @@ class Server(web.Server):
             max_headers=limits.headers,
         )
         self.limits, self.cells, self.heads = limits, cells, heads
+        self.at_once = at_once
 
     def __call__(self) -> Connection:
         return Connection(self, loop=self._loop, **self._kwargs)

@@ -314,6 +314,36 @@ def test_a_hit_in_an_unknown_tier_is_answered_with_the_known_ones() -> None:
     assert caught.value.field == "hit"
 
 
+@given(request=st.from_type(Request), resident=st.integers(0, 50_000))
+def test_a_decoded_request_is_the_same_request_or_refused_in_the_same_words(
+    request: Request, resident: int
+) -> None:
+    hits = {tier: request.hit(tier) for tier in request.hits}
+    fields: dict[str, Any] = {
+        "prompt_tokens": request.prompt_tokens,
+        "hits": hits,
+        "resident_tokens": resident,
+        "load_unit_tokens": request.load_unit_tokens,
+        "prefill_chunk_tokens": request.prefill_chunk_tokens,
+        "link_queue_s": dict.fromkeys(hits, 0.5),
+        "device_busy_s": 0.25,
+    }
+    for stored in (0, request.prompt_tokens, request.prompt_tokens + 1):
+        hits.update(dict.fromkeys(hits, stored))
+        expected, words = None, ""
+        try:
+            expected = Request(**fields)
+        except InputError as error:
+            words = str(error)
+        if expected is None:
+            with pytest.raises(InputError) as refused:
+                Request.of_decoded(**fields)
+            assert str(refused.value) == words
+        else:
+            found = Request.of_decoded(**fields)
+            assert (found, found.checkpoints("host")) == (expected, ())
+
+
 @given(planner=st.from_type(Planner), request=st.from_type(Request))
 def test_a_planner_over_links_at_other_rates_is_one_made_for_them(planner: Planner, request: Request) -> None:
     links = {name: link.at_rate(3 * link.rate_bytes_per_s) for name, link in planner.machine.links.items()}

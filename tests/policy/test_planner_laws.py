@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +199,9 @@ def test_a_plan_is_json_without_infinities_in_the_words_of_its_attributes(
         else:
             for name, value in said["estimates"][path].items():
                 assert getattr(estimate, name) == value or name == "load"
-            assert said["estimates"][path]["load"] == [asdict(segment) for segment in estimate.load]
+            assert said["estimates"][path]["load"] == [
+                msgspec.structs.asdict(segment) for segment in estimate.load
+            ]
     for value, note in (
         (plan.crossover_tokens, plan.crossover_note),
         (plan.break_even_bytes_per_s, plan.break_even_note),

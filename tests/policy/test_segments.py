@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -229,7 +230,7 @@ class TestGroups:
             if estimate is None or not estimate.load:
                 continue
             times = [
-                replay.ttft_s(planner, request, replace(estimate, group_layers=group))
+                replay.ttft_s(planner, request, msgspec.structs.replace(estimate, group_layers=group))
                 for group in range(1, planner.layers + 1)
             ]
             assert estimate.ttft_s <= min(times) * (1 + 1e-9)

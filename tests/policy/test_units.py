@@ -207,3 +207,32 @@ def test_the_published_unit_mix_ups(shared: Path) -> None:
     assert show_rate(rate) == f"{gib['gb_per_s']:.3g} GB/s"
     assert parse_rate(known["bits"]["text"]) == known["bits"]["bytes_per_s"]
     assert parse_rate(known["mib_per_ms"]["text"]) == known["mib_per_ms"]["gb_per_s"] * 1e9
+
+
+def slowly(value: float, units: tuple[str, ...]) -> str:
+    """Three significant digits in the largest unit that leaves one before the point, step by step."""
+    for number, unit in enumerate(units):
+        scale = 10.0 ** (9 - 3 * number)
+        if value >= 0.9995 * scale or unit == units[-1]:
+            break
+    value /= scale
+    if value >= 99.95:
+        return f"{value:,.0f} {unit}"
+    text = f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return f"{text.rstrip('0').rstrip('.')} {unit}"
+
+
+# Around where the number of decimals changes, where a unit does, and where halves are rounded.
+edges = st.builds(
+    lambda number, places, exponent, step: (number / 10**places) * 10.0**exponent * (1 + step * 2.0**-52),
+    st.sampled_from((1, 999, 9985, 9990, 9994, 9995, 9996, 99949, 99950, 99951, 999500, 100500, 12345)),
+    st.integers(0, 4),
+    st.integers(-2, 12),
+    st.integers(-2, 2),
+)
+
+
+@given(value=edges | st.floats(1e-3, 1e15))
+def test_quickly_shown_is_what_is_shown_step_by_step(value: float) -> None:
+    assert show_bytes(value) == slowly(value, ("GB", "MB", "kB", "B"))
+    assert show_rate(value) == slowly(value, ("GB/s", "MB/s", "kB/s", "B/s"))

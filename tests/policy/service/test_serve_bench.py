@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from time import thread_time
 from typing import Any
 
@@ -27,19 +27,23 @@ COLUMNS = json.dumps(
 ).encode()
 
 
+def served(**options: Any) -> Endpoint:
+    one = {"name": "d", "model": "llama-3.1-8b", "machine": "h100-sxm", **options}
+    return Endpoint(Service(from_fields({"deployments": [one]})), Heads())
+
+
 @pytest.fixture(scope="module")
 def endpoint() -> Endpoint:
-    settings = from_fields({"deployments": [{"name": "d", "model": "llama-3.1-8b", "machine": "h100-sxm"}]})
-    return Endpoint(Service(settings), Heads())
+    return served()
 
 
-def another(start: int) -> Iterator[bytes]:
+def another(start: int, fields: Mapping[str, Any] | None = None) -> Iterator[bytes]:
     """Requests of which each is another, from a number on that nobody else counts from."""
     for number in range(start, 10**9):
         prompt = 1000 + number % 15_000
-        yield json.dumps(
-            {"prompt_tokens": prompt, "hits": [{"tier": "host", "tokens": prompt * 3 // 4 + number % 97}]}
-        ).encode()
+        stored = prompt * 3 // 4 + number % 97
+        asked = {"prompt_tokens": prompt, "hits": [{"tier": "host", "tokens": stored}], **(fields or {})}
+        yield json.dumps(asked).encode()
 
 
 def at_once(answering: Coroutine[Any, Any, bytes]) -> bytes:
@@ -67,8 +71,22 @@ def test_decide_what_was_asked_before(benchmark: Callable[..., Any], endpoint: E
     benchmark(endpoint._on_decide, ONE)
 
 
-def test_decide_what_was_not(benchmark: Callable[..., Any], endpoint: Endpoint) -> None:
-    asked = another(1_000_000)
+# What makes more of a decision than the plainest: how it is served, and what is said in the request.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "resident": ({}, {"resident_tokens": 512}),
+    "queued": ({}, {"state": {"device_busy_s": 0.02, "links": {"pcie5-x16": {"queued_bytes": 1e9}}}}),
+    "reserved": ({}, {"reserve": True}),
+    "chunks": ({"prefill_chunk_tokens": 8192}, {}),
+    "layered": ({"executor": "layered"}, {}),
+    "two_ended": ({"executor": "two_ended"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decide_what_was_not(benchmark: Callable[..., Any], kind: str) -> None:
+    options, fields = KINDS[kind]
+    endpoint, asked = served(**options), another(1_000_000, fields)
     benchmark(lambda: endpoint._on_decide(next(asked)))
 
 

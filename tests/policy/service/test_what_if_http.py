@@ -111,6 +111,15 @@ def test_nothing_is_counted_booked_or_remembered(serve: Callable[..., Any]) -> N
     assert served.metric("kvlane_reservations") == 0
 
 
+def test_decisions_are_counted_as_before_after_asking(serve: Callable[..., Any]) -> None:
+    served = serve({})
+    for _ in range(3):
+        what_if(served, **LONG, instance="first asked about")
+    for number in range(1, 4):
+        served.decide(**LONG, instance="first asked about")
+        assert served.metric("kvlane_decisions_total", deployment="chat") == number
+
+
 def test_a_link_that_is_left_alone_is_so_here_too_and_is_not_tried_by_asking(
     serve: Callable[..., Any],
 ) -> None:

@@ -1,0 +1,125 @@
+"""An answer told in few steps is the answer that a plan gives, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlane.policy import Calibration, Link, PassCost, Planner, PrefillCost, Request, load_machine, load_model
+from kvlane.policy.assignment import Place, assign
+from kvlane.policy.ledger import Ledger
+from kvlane.policy.plan import EXECUTORS
+from kvlane.policy.service.answer import gist_of, gist_of_plain
+from kvlane.policy.service.types import Hit
+
+LLAMA, H100 = load_model("llama-3.1-8b"), load_machine("h100-sxm")
+times = st.floats(-7, -3).map(lambda exponent: float(10.0**exponent))
+
+
+@st.composite
+def planners(draw: st.DrawFn) -> Planner:
+    """Plain ones, with links around the rate at which paths tie, so that each path is chosen now and then."""
+    cost = PassCost(draw(times), draw(times), draw(times) * 1e-4, draw(times) * 1e-2)
+    rate = LLAMA.kv_bytes_per_token() / cost.token_s * draw(st.floats(0.8, 30))
+    link = Link("pcie5-x16", rate, per_copy_s=draw(st.just(0.0) | times.map(lambda s: s * 0.1)))
+    tier = replace(H100.tiers["host"], layout=draw(st.sampled_from(("layer_major", "chunk_major"))))
+    return Planner(
+        LLAMA,
+        replace(H100, links={**H100.links, link.name: link}, tiers={**H100.tiers, "host": tier}),
+        calibration=draw(
+            st.none()
+            | st.just(Calibration(PrefillCost(32, cost, cost, head_s=1e-3), 0.1, 'drawn "at random"'))
+            | st.just(Calibration(PrefillCost(32, replace(cost, token_s=2e-5), cost), 0.1, "two costs"))
+        ),
+        tie_margin=draw(st.sampled_from((0.0, 0.03, 0.2))),
+    )
+
+
+PROMPTS = st.integers(1, 400) | st.integers(1, 30_000)
+
+
+@given(
+    planner=planners(),
+    unit=st.sampled_from((1, 16, 64)),
+    resident=st.sampled_from((0, 0, 1, 16, 100)),
+    lengths=st.lists(st.tuples(PROMPTS, st.floats(0, 1)), min_size=1, max_size=8),
+    chunk=st.sampled_from((None, None, 512, 10_000)),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_is_told_at_once_is_what_a_plan_says(
+    planner: Planner, unit: int, resident: int, lengths: list[tuple[int, float]], chunk: int | None
+) -> None:
+    plain = planner.plain("host", unit)
+    assert plain is not None
+    # Long ones first: their crossovers are what is kept.
+    for prompt, share in [(9000, 0.9), (9001, 0.8), *lengths]:
+        rest = resident + prompt
+        stored = int(rest * share)
+        request = Request(
+            rest,
+            {"host": stored},
+            resident_tokens=resident,
+            load_unit_tokens=unit,
+            prefill_chunk_tokens=chunk,
+            link_queue_s={"host": 0.0},
+        )
+        told = plain.decide(rest, resident, stored, chunk)
+        listed = [Hit("host", stored)]
+        found = gist_of(assign(Ledger(), planner, request, Place("one"), 0.0), listed, None)
+        if told is not None:
+            assert gist_of_plain(told, rest, resident, unit, listed) == found
+
+
+@pytest.mark.parametrize("stored", [1, 16, 17, 8000, 11_999, 12_000])
+def test_of_a_usual_machine_it_is_told_from_the_third_request_on(stored: int) -> None:
+    planner = Planner(LLAMA, H100)
+    for prompt in (12_000, 12_001):
+        assert planner.plain("host", 16) is not None
+        assert planner.decide(Request(prompt, {"host": 9000})).crossover_tokens == 7
+    plain = planner.plain("host", 16)
+    assert plain is not None
+    told = plain.decide(12_000, 0, stored)
+    plan = planner.decide(Request(12_000, {"host": stored}))
+    assert (told is None) == (stored < 16)
+    if told is not None:
+        assert (told.chosen.path, told.load, told.split) == (
+            plan.path,
+            plan.estimates["load"],
+            plan.estimates["split"],
+        )
+        assert (told.reason, told.crossover) == (plan.reason, (plan.crossover_tokens, plan.crossover_note))
+
+
+def test_what_is_to_be_refused_or_has_nothing_to_load_is_left_to_the_planner() -> None:
+    planner = Planner(LLAMA, H100)
+    for prompt in (12_000, 12_001):
+        assert planner.decide(Request(prompt, {"host": 9000})).crossover_tokens
+    plain = planner.plain("host", 16)
+    assert plain is not None
+    assert plain.decide(1000, 0, 900) is not None
+    for prompt, resident, stored in (
+        (1000, 0, 1001),
+        (1000, 0, 0),
+        (1000, 900, 900),
+        (1000, 1000, 1000),
+        (16, 0, 16),
+    ):
+        assert plain.decide(prompt, resident, stored) is None
+
+
+def test_only_plain_planners_have_one() -> None:
+    for executor in EXECUTORS:
+        found = Planner(LLAMA, H100, executor=executor).plain("host", 16)
+        assert (found is None) == (executor != "bulk")
+    assert Planner(load_model("gpt-oss-20b"), H100).plain("host", 16) is None
+    table = replace(H100.links["pcie5-x16"], per_copy_s=0.0, rate_table=((1e4, 1e9), (1e6, 5e10)))
+    machine = replace(H100, links={**H100.links, "pcie5-x16": table})
+    assert Planner(LLAMA, machine).plain("host", 16) is None
+    floored = PrefillCost(32, PassCost(0.01, 2e-5, 1e-9), PassCost(0.01, 2e-5, 1e-9), floor_s=0.1)
+    assert Planner(LLAMA, H100, calibration=Calibration(floored, 0.1, "floored")).plain("host", 16) is None
+    # With runs of 16 tokens to a copy, units of 24 do not all cost the same.
+    odd = replace(H100, tiers={**H100.tiers, "host": replace(H100.tiers["host"], run_tokens=16)})
+    assert Planner(LLAMA, odd).plain("host", 24) is None
