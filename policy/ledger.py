@@ -11,7 +11,7 @@ One thread at a time: nothing here locks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -113,11 +113,14 @@ class Ledger:
 
     def links(self, now: float) -> dict[LinkKey, tuple[float, float]]:
         """Seconds waiting on each link known, and booked bytes that are among them."""
+        return {key: (seconds, nbytes) for key, seconds, nbytes in self.each_link(now)}
+
+    def each_link(self, now: float) -> Iterator[tuple[LinkKey, float, float]]:
+        """The same one after another, for who has others to answer between them: what is booked meanwhile is told of
+        the links that are still to come."""
         self.expire(now)
-        return {
-            key: (queue.waiting_s(self._now), queue.waiting_bytes(self._now))
-            for key, queue in self._links.items()
-        }
+        for key, queue in tuple(self._links.items()):
+            yield key, queue.waiting_s(self._now), queue.waiting_bytes(self._now)
 
     def waiting(self, instance: str, now: float) -> int:
         """Reservations whose work on that instance's device is not done."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kvlane.policy.booking import Scope
 from kvlane.policy.plan import Executor, LoadSegment, Parameter, Path
 
 
@@ -186,6 +187,77 @@ class Machines(_Answer):
 
 class Calibrations(_Answer):
     calibrations: list[CalibrationAnswer]
+
+
+class LiveDecisions(_Answer):
+    """Decisions since the start, by path."""
+
+    load: int
+    recompute: int
+    split: int
+
+
+class LiveCalibration(_Answer):
+    """Where what a deployment is decided by comes from: `profile`, `file` or `observations`, and how old it is."""
+
+    source: str
+    age_s: float | None
+    observations: int
+
+
+class LiveDeployment(_Answer):
+    name: str
+    decisions: LiveDecisions
+    calibration: LiveCalibration
+
+
+class LiveLink(_Answer):
+    """All links of that name and scope: what is booked on them together, and the longest queue of any one. With
+    `left_alone` loads over one of them keep failing, so that none is decided."""
+
+    link: str
+    scope: Scope
+    queued_bytes: float = 0.0
+    queued_s: float = 0.0
+    longest_s: float = 0.0
+    left_alone: bool = False
+
+
+class LiveRequest(_Answer):
+    """A decision that was followed, when that was observed, and the TTFT it had."""
+
+    at_s: float
+    deployment: str
+    path: Path
+    predicted_ttft_s: float
+    ttft_s: float
+
+
+class LiveRefused(_Answer):
+    """An observation that was not taken: its place in what was sent, the field at fault, and why. `deployment` is
+    null where it names none that is known."""
+
+    at_s: float
+    deployment: str | None
+    index: int
+    field: str
+    reason: str
+
+
+class LiveAnswer(_Answer):
+    """What goes on at `at_s`, in seconds since 1970 UTC; numbers of decisions count from `started_s` on.
+
+    `requests` are the last 200 decisions that were followed and observed, `refused` the last 20 observations that were
+    not taken, oldest first.
+    """
+
+    at_s: float
+    started_s: float
+    reservations: int
+    deployments: list[LiveDeployment]
+    links: list[LiveLink]
+    requests: list[LiveRequest]
+    refused: list[LiveRefused]
 
 
 class Health(_Answer):

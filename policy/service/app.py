@@ -15,8 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
+from kvlane.policy.service.pages import Pages
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.service import Service
 from kvlane.policy.service.wire import JSON, Connection, Heads, Reply, fields
@@ -91,6 +93,13 @@ OPERATIONS = (
         "What the deployments are decided by, and how old it is.",
         gives=answers.Calibrations,
     ),
+    Operation(
+        "GET",
+        "/v1/live",
+        "live",
+        "What goes on: decisions, outcomes, link queues, what was refused last.",
+        gives=answers.LiveAnswer,
+    ),
     Operation("GET", "/healthz", "healthz", "Whether the process answers.", gives=answers.Health, open=True),
     Operation(
         "GET",
@@ -123,6 +132,8 @@ class Endpoint:
         self._heads = heads
         self._in_flight = 0
         self._long = LongBatches()
+        self._pages = Pages()
+        self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
@@ -135,6 +146,7 @@ class Endpoint:
             "models": lambda _: _encode(report.models(self._served())),
             "machines": lambda _: _encode(report.machines(self._served())),
             "calibration": lambda _: _encode(report.calibrations(service.intake.learners.values(), time())),
+            "live": lambda _: self._live.snapshot(),
             "healthz": lambda _: b'{"status":"ok"}',
             "readyz": self._on_ready,
             "openapi": lambda _: _encode(document(OPERATIONS, needs_token=service.gate.needs_token)),
@@ -156,7 +168,12 @@ class Endpoint:
         try:
             gate = self.service.gate
             gate.check_host(request)
-            route = self._routes.get((request.method, request.raw_path)) or self._find(request)
+            route = self._routes.get((request.method, request.raw_path))
+            if route is None:
+                page = self._pages.reply(request, self._heads, keep_alive=self._stays(request))
+                if page is not None:
+                    return page
+                route = self._find(request)
             operation = route.operation
             if operation.observes:
                 gate.check_observer(request)
@@ -197,8 +214,12 @@ class Endpoint:
             self._heads.head(status, content_type),
             answer,
             extra,
-            keep_alive=request.keep_alive and request.version >= HttpVersion11 and not self.draining,
+            keep_alive=self._stays(request),
         )
+
+    def _stays(self, request: web.BaseRequest) -> bool:
+        """Whether the connection stays for another request."""
+        return request.keep_alive and request.version >= HttpVersion11 and not self.draining
 
     def _refused(self, problem: ProblemError) -> tuple[bytes, bytes]:
         """A refusal's body and its header lines."""

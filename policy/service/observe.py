@@ -14,6 +14,7 @@ from kvlane.policy.service.decide import Desk, Made
 from kvlane.policy.service.learn import Learner
 from kvlane.policy.service.metrics import count
 from kvlane.policy.service.problems import ProblemError
+from kvlane.policy.service.recent import Recent
 from kvlane.policy.service.store import Entry
 from kvlane.policy.service.types import (
     Observation,
@@ -41,6 +42,7 @@ class Intake:
         self.learners = learners
         self._note = note
         self.seen: OrderedDict[str, None] = OrderedDict()
+        self.recent = Recent()
 
     def observe(self, records: list[Observation]) -> bytes:
         """The answer as JSON: each record is taken or refused for itself. A record known already is taken again and
@@ -61,6 +63,7 @@ class Intake:
                     self._sample(record, self.learners[name])
             except _RefusedError as refusal:
                 refused.append(Refused(index, refusal.field, refusal.reason))
+                self.recent.refuse(name, refused[-1])
                 if name is not None:
                     count(self.desk.cells.deployment(name).refused, refusal.kind)
                 else:
@@ -144,6 +147,7 @@ class Intake:
             count(cells.fallbacks, "not_followed")
         elif record.outcome == "ok" and record.ttft_s is not None and _as_decided(record, made):
             path = cells.paths[made.path]
+            self.recent.scored(made.deployment, made.path, made.ttft_s, record.ttft_s)
             path.actual_s.observe(record.ttft_s)
             path.scored_predicted_s += made.ttft_s
             path.error.observe(abs(made.ttft_s - record.ttft_s) / record.ttft_s)

@@ -59,6 +59,14 @@ def calibration_age_s(deployment: Deployment, now_s: float) -> float | None:
     return max(0.0, now_s - datetime.fromisoformat(record.date).timestamp())
 
 
+def calibration_source(deployment: Deployment) -> str:
+    """Where what a deployment is decided by comes from: `profile`, `file` or `observations`."""
+    record = deployment.in_force.record
+    if record is None:
+        return "profile"
+    return "file" if record is deployment.base else "observations"
+
+
 def _deployment(deployment: Deployment) -> DeploymentAnswer:
     settings, told = deployment.settings, deployment.told
     planner = deployment.in_force.planners[deployment.executor]
@@ -84,13 +92,9 @@ def _deployment(deployment: Deployment) -> DeploymentAnswer:
 def _calibration(learner: Learner, now_s: float) -> CalibrationAnswer:
     deployment = learner.deployment
     record = deployment.in_force.record
-    if record is None:
-        source = "profile"
-    else:
-        source = "file" if record is deployment.base else "observations"
     return CalibrationAnswer(
         deployment=deployment.name,
-        source=source,
+        source=calibration_source(deployment),
         age_s=calibration_age_s(deployment, now_s),
         observations=learner.accepted,
         refused=learner.refused,

@@ -45,7 +45,7 @@ class Heads:
         made = self._made.get(key)
         if made is None:
             text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{self._common}"
-            if status != HTTPStatus.NO_CONTENT:
+            if status not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
                 text += f"\r\nContent-Type: {content_type}\r\nContent-Length: "
             made = self._made[key] = text.encode("ascii")
         return made
