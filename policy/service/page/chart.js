@@ -51,6 +51,10 @@ export class Chart {
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerdown", (event) => this.point(event));
     this.svg.addEventListener("keydown", (event) => this.key(event));
+    // What is under the cursor is announced to whoever moves it, not whenever the numbers change.
+    readout.setAttribute("aria-live", "off");
+    this.svg.addEventListener("focus", () => readout.setAttribute("aria-live", "polite"));
+    this.svg.addEventListener("blur", () => readout.setAttribute("aria-live", "off"));
   }
 
   draw(plan) {

@@ -45,8 +45,8 @@ export class Live {
   }
 
   #next(after_ms) {
-    if (!this.#wanted || this.asking) return;
     clearTimeout(this.timer);
+    if (!this.#wanted || this.asking) return;
     this.timer = setTimeout(() => this.#ask(), after_ms);
   }
 
@@ -102,7 +102,7 @@ export class Live {
   }
 
   #links(links) {
-    const sorted = [...links].sort((one, other) => other.queued_s - one.queued_s || one.link.localeCompare(other.link));
+    const sorted = [...links].sort((one, other) => other.longest_s - one.longest_s || other.queued_bytes - one.queued_bytes || one.link.localeCompare(other.link));
     const longest = Math.max(1e-3, ...links.map((each) => each.longest_s));
     byId("l-links").replaceChildren(...sorted.slice(0, MOST_LINKS).map((each) => el("tr", {},
       el("th", { scope: "row" }, el("span", { text: each.link }), el("span", { class: "hint", text: ` ${each.scope}` }),
@@ -111,7 +111,7 @@ export class Live {
       el("td", { class: "number", text: seconds(each.queued_s) }),
       el("td", { class: "number", text: seconds(each.longest_s) }),
       el("td", { class: "bar" }, svg("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" },
-        svg("rect", { class: "range load", width: (100 * Math.min(each.queued_s, longest)) / longest, height: 8 }))))));
+        svg("rect", { class: "range load", width: (100 * each.longest_s) / longest, height: 8 }))))));
     const left = links.length - MOST_LINKS;
     say(byId("l-links-more"), left > 0 ? `and ${count(left)} more, with shorter queues` : "");
   }
