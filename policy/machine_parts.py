@@ -73,6 +73,25 @@ class Link:
         """The same link with another cost per transfer, in seconds."""
         return replace(self, latency_s=latency_s)
 
+    def at_rate(self, rate_bytes_per_s: float) -> Link:
+        """The same link, its bytes at another rate: what each copy, event and transfer costs beside them stays.
+
+        In a table, that is what a copy takes longer than its bytes at the link's own rate.
+        """
+        own, table = self.rate_bytes_per_s, []
+        for size, rate in self.rate_table:
+            beside_s = max(0.0, size / rate - size / own)
+            table.append((size, size / (beside_s + size / rate_bytes_per_s)))
+        return replace(
+            self,
+            rate_bytes_per_s=rate_bytes_per_s,
+            rate_table=tuple(table),
+            ceiling_bytes_per_s=None,
+            source="explicit",
+            origin="supposed",
+            rows=0,
+        )
+
     def rate_at(self, copy_bytes: float) -> float:
         """Bytes per second of the wire at this copy size, `per_copy_s` apart; linear in time per copy between
         table rows."""

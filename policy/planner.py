@@ -6,6 +6,7 @@ A planner holds everything that does not change between requests; `decide` is pu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -18,8 +19,8 @@ from kvlane.policy.layer_lane import LayerwiseLane
 from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_bytes
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
-from kvlane.policy.path_cost import PathCost
-from kvlane.policy.plan import EXECUTORS, Estimate, Executor, Parameter, Path, Plan, Request
+from kvlane.policy.path_cost import Part, PathCost
+from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.two_tiers import TwoTiers
@@ -107,6 +108,13 @@ class Planner:
             text = f"{row.engine} {row.dtype} reaches {row.efficiency:.1%} of peak: {row.origin}"
             self._prefill_from = Parameter(row.source, text)
         self.cost = PathCost(self.prefill, executor)
+
+    def over(self, links: Mapping[str, Link]) -> Planner:
+        """The same planner on the same machine, but for these links, which replace those of their names."""
+        other = copy(self)
+        other.machine = replace(self.machine, links={**self.machine.links, **links})
+        other._transfers = {}
+        return other
 
     def decide(self, request: Request) -> Plan:
         """The plan for one request; raises `InputError` naming `hit` for a tier the machine does not have."""
@@ -236,6 +244,15 @@ class Planner:
                 else LayerwiseTransfer.over(found, link, of, load_unit_tokens)
             )
         return self._transfers[key]
+
+    def parts(self, request: Request, load: Sequence[LoadSegment]) -> tuple[Part, ...]:
+        """The runs that a plan for `request` loads, each priced as it was when that was decided."""
+        parts: list[Part] = []
+        for segment in load:
+            part = self._lane(segment.tier, request).part(segment.start, segment.end, load[-1].end)
+            follows = any(part.transfer.link.name == other.transfer.link.name for other in parts)
+            parts.append(part._replace(follows=follows))
+        return tuple(parts)
 
     def _lane(self, tier: str, request: Request) -> Lane:
         transfer = self.transfer(tier, request.load_unit_tokens)

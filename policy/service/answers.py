@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvlane.policy.booking import Scope
 from kvlane.policy.plan import Executor, LoadSegment, Parameter, Path
+from kvlane.policy.timeline import Timeline
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -97,6 +98,12 @@ class Decision(Choice, kw_only=True):
     decision_id: str
     expires_in_s: float | None
     candidates: list[Choice] | UnsetType = UNSET
+
+
+class WhatIf(Choice, kw_only=True):
+    """The choice, and the path chosen in time."""
+
+    timeline: Timeline
 
 
 class Decisions(_Answer):

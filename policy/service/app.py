@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
 from kvlane.policy.service.openapi import Operation, document
@@ -49,6 +50,16 @@ DECIDE = Operation(
     problems=("unknown_deployment", "request_id_conflict"),
     example=EXAMPLE,
 )
+WHAT_IF = Operation(
+    "POST",
+    "/v1/what-if",
+    "what_if",
+    "Say what would be decided, were links as fast as supposed, and how it goes in time; nothing is counted or booked.",
+    takes=types.WhatIfRequest,
+    gives=answers.WhatIf,
+    problems=("unknown_deployment",),
+    example={**EXAMPLE, "link_bytes_per_s": {"pcie5-x16": 25e9}},
+)
 BATCH = Operation(
     "POST",
     "/v1/decide/batch",
@@ -80,6 +91,7 @@ OBSERVE = Operation(
 )
 OPERATIONS = (
     DECIDE,
+    WHAT_IF,
     BATCH,
     RELEASE,
     OBSERVE,
@@ -136,10 +148,12 @@ class Endpoint:
         self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
+        self._what_if = msgspec.json.Decoder(types.WhatIfRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
         acts: dict[str, Callable[[bytes], bytes | Awaitable[bytes] | None]] = {
             "decide": self._on_decide,
+            "what_if": self._on_what_if,
             "decide_batch": self._on_batch,
             "observe": self._on_observe,
             "deployments": lambda _: _encode(report.deployments(self._served())),
@@ -283,6 +297,9 @@ class Endpoint:
 
     def _on_decide(self, body: bytes) -> bytes:
         return self.service.desk.decide(_decoded(self._decide, body))
+
+    def _on_what_if(self, body: bytes) -> bytes:
+        return what_if(self.service.desk, _decoded(self._what_if, body))
 
     async def _on_batch(self, body: bytes) -> bytes:
         return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)

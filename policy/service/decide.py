@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic, perf_counter
@@ -12,7 +13,7 @@ from time import monotonic, perf_counter
 import msgspec
 from msgspec import UNSET
 
-from kvlane.policy.assignment import NOTHING_SEEN, Place, Seen, assign, queues
+from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assign, queues
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
 from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
@@ -43,11 +44,13 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one instance should do; how it is booked where that was asked for."""
+    """What one instance should do; how it is booked where that was asked for, and what it follows from where it was
+    worked out anew."""
 
     place: Place
     gist: Gist
     booking: Booking | None = None
+    found: Assignment | None = None
 
 
 class Made(msgspec.Struct, frozen=True, gc=False):
@@ -132,6 +135,19 @@ class Desk:
             self._promises.give(asked, answer, now + lifetime_s)
         self.cells.latency_s.observe(perf_counter() - started)
         return answer
+
+    def weigh(self, asked: DecideRequest, deployment: Deployment, now: float) -> tuple[bytes, Assignment]:
+        """The `Choice` that `asked` would be answered with on that deployment, as JSON, and what it follows from.
+
+        Only asked: nothing is counted, booked or remembered. The deployment must have no answers worked out. Raises
+        `ProblemError`.
+        """
+        quiet = copy(self)
+        quiet.cells = Cells()
+        planner = deployment.in_force.planners[asked.executor or deployment.executor]
+        work = quiet._work(deployment, planner, asked, asked, (), now)
+        assert work.found is not None
+        return choice(work.gist.told, deployment.name, work.place.instance), work.found
 
     def release(self, decision_id: str) -> bool:
         """Ends what a decision booked; False when there is no such decision (any more)."""
@@ -223,7 +239,7 @@ class Desk:
                 deployment.in_force.worked.clear()
             deployment.in_force.worked[key] = gist
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
-        return _Work(place, gist, booking)
+        return _Work(place, gist, booking, found)
 
     def _hits(
         self,

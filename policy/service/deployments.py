@@ -63,6 +63,24 @@ class Deployment:
         """Decides by that record from now on, by what was told where it is None; raises `InputError`."""
         self.in_force = _in_force(self.settings, self.told, record)
 
+    def supposing(self, rates: Mapping[str, float]) -> Deployment:
+        """This deployment as it is now, its links at other rates in bytes per second, and no answers worked out.
+
+        It is for one question: what is learnt meanwhile does not reach it. Raises `InputError` for a link there is none
+        of.
+        """
+        known = self.in_force.planners["bulk"].machine.links
+        for name in rates:
+            if name not in known:
+                raise InputError(name, f"{name!r} is no link of the deployment", ", ".join(known))
+        links = {name: known[name].at_rate(rate) for name, rate in rates.items()}
+        planners: Mapping[Executor, Planner] = self.in_force.planners
+        byte_s = self.in_force.byte_s
+        if links:
+            planners = {executor: planner.over(links) for executor, planner in planners.items()}
+            byte_s = _byte_s(planners["bulk"], self.settings.load_unit_tokens)
+        return replace(self, in_force=InForce(planners, byte_s, self.in_force.record))
+
 
 def build(settings: Settings) -> dict[str, Deployment]:
     """Every deployment by each name it goes by; raises `InputError` naming the deployment's field."""
@@ -164,11 +182,15 @@ def _in_force(settings: DeploymentSettings, told: Parameters, record: Record | N
         )
         for executor in EXECUTORS
     }
-    any_planner = planners["bulk"]
+    return InForce(planners, _byte_s(planners["bulk"], settings.load_unit_tokens), record)
+
+
+def _byte_s(planner: Planner, load_unit_tokens: int) -> dict[str, float]:
+    """Seconds that one queued byte keeps each link that a tier is reached over."""
     byte_s: dict[str, float] = {}
-    for tier in machine.tiers.values():
-        transfer = any_planner.transfer(tier.name, settings.load_unit_tokens)
+    for tier in planner.machine.tiers.values():
+        transfer = planner.transfer(tier.name, load_unit_tokens)
         moved = transfer.bytes(_QUEUE_TOKENS)
         seconds = transfer.total_s(_QUEUE_TOKENS) - transfer.link.latency_s
         byte_s[tier.link] = seconds / moved if moved else 0.0
-    return InForce(planners, byte_s, record)
+    return byte_s

@@ -18,6 +18,7 @@ Tokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 SomeTokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Bytes = Annotated[float, Meta(ge=0, le=1e18)]
+Rate = Annotated[float, Meta(ge=1, le=1e15)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -97,6 +98,28 @@ class DecideRequest(_Asked, frozen=True):
     request_id: Name | None = None
     reserve: bool = False
     candidates: Annotated[list[Candidate], Meta(min_length=1)] | UnsetType = UNSET
+
+
+class WhatIfRequest(_Asked, frozen=True):
+    """One request to decide out of curiosity, with the rates in bytes per second that links are supposed to have.
+
+    The fields are those of a decision. What each copy and each transfer costs beside its bytes stays as it is; so do
+    the seconds that are queued already, while `queued_bytes` of `state` are taken at the supposed rate.
+    """
+
+    prompt_tokens: SomeTokens
+    deployment: Name | None = None
+    instance: Name | None = None
+    node: Name | None = None
+    resident_tokens: Tokens = 0
+    hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
+    prefix_id: Name | None = None
+    load_unit_tokens: SomeTokens | None = None
+    executor: Executor | None = None
+    state: State | None = None
+    objective: Objective = "ttft"
+    ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+    link_bytes_per_s: Annotated[dict[Name, Rate], Meta(max_length=MOST_LINKS)] = {}
 
 
 class BatchRequest(_Asked, frozen=True):

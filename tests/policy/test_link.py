@@ -167,3 +167,31 @@ def test_nothing_to_move_costs_nothing(transfer: TransferCost) -> None:
     assert transfer.total_s(0) == 0
     assert transfer.layer_s(0) == 0
     assert transfer.arrivals(0) == [0.0] * transfer.layers
+
+
+@given(link=links, size=sizes)
+def test_a_link_supposed_at_its_own_rate_is_the_same(link: Link, size: float) -> None:
+    same = link.at_rate(link.rate_bytes_per_s)
+    if any(rate > link.rate_bytes_per_s for _, rate in link.rate_table):
+        return  # a row above the link's own rate has nothing beside its bytes to keep
+    assert same.rate_at(size) == pytest.approx(link.rate_at(size), rel=1e-9)
+    assert same.achieved(size) == pytest.approx(link.achieved(size), rel=1e-9)
+    assert (same.latency_s, same.per_event_s, same.first_use_s) == (
+        link.latency_s,
+        link.per_event_s,
+        link.first_use_s,
+    )
+
+
+@given(link=links, size=sizes, factor=st.floats(1.001, 100))
+def test_a_link_supposed_faster_brings_no_copy_later(link: Link, size: float, factor: float) -> None:
+    faster = link.at_rate(link.rate_bytes_per_s * factor)
+    assert faster.achieved(size) >= link.achieved(size) * (1 - 1e-9)
+
+
+def test_in_a_table_what_a_copy_takes_beside_its_bytes_stays() -> None:
+    link = Link("x", 50e9, rate_table=TABLE)
+    beside_s = [size / link.rate_at(size) - size / 50e9 for size, _ in TABLE]
+    slow = link.at_rate(1e9)
+    assert [size / slow.rate_at(size) - size / 1e9 for size, _ in TABLE] == pytest.approx(beside_s)
+    assert (slow.source, slow.rate_bytes_per_s) == ("explicit", 1e9)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlane.policy import (
     Calibration,
@@ -309,3 +312,22 @@ def test_a_hit_in_an_unknown_tier_is_answered_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="host") as caught:
         decide(MODEL, H100, Request(100, {"tape": 96}))
     assert caught.value.field == "hit"
+
+
+@given(planner=st.from_type(Planner), request=st.from_type(Request))
+def test_a_planner_over_links_at_other_rates_is_one_made_for_them(planner: Planner, request: Request) -> None:
+    links = {name: link.at_rate(3 * link.rate_bytes_per_s) for name, link in planner.machine.links.items()}
+    before = planner.decide(request)
+    made = Planner(
+        planner.model,
+        replace(planner.machine, links=links),
+        executor=planner.executor,
+        tp=planner.tp,
+        kv_dtype=planner.kv_dtype,
+        calibration=Calibration(planner.prefill, 0.1, "the same"),
+        tie_margin=planner.tie_margin,
+    ).decide(request)
+    over = planner.over(links).decide(request)
+    assert (over.path, over.load, over.ttft_s) == (made.path, made.load, made.ttft_s)
+    # The one it was made of is as it was.
+    assert planner.decide(request) == before
