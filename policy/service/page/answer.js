@@ -74,7 +74,7 @@ export class Answer {
     byId("answer-notes").hidden = answer.notes.length === 0;
     say(byId("answer-calibrated"), answer.calibrated ? "Calibrated on this machine." : "Not calibrated on this machine.");
     byId("answer-parameters").replaceChildren(...Object.entries(answer.parameters_from).map(([name, { source, text }]) =>
-      el("tr", {}, el("th", { scope: "row", text: name }), el("td", { text: source }), el("td", { text }))));
+      el("li", {}, el("code", { text: name }), el("span", { class: "source", text: source }), el("p", { text }))));
     byId("timeline").style.height = `${timelineHeight(rows(answer.timeline))}px`;
     this.chart.index = null;
     this.chart.draw(timelinePlan(answer.timeline));

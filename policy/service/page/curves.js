@@ -14,6 +14,7 @@ const growing = (low, high) => (position) => position === 0 ? 0 : low * (high / 
 const queueOf = growing(1e7, 1e11);
 const busyOf = growing(1e-3, 10);
 
+const words = (executor) => executor.replace("_", "-");
 const keyOf = (path) => `${path}_ttft_s`;
 
 export class Curves {
@@ -41,7 +42,7 @@ export class Curves {
   /** What is served; the first deployment and its first tier to begin with. */
   serve(deployments) {
     this.deployments = deployments;
-    options(byId("c-deployment"), deployments.map(({ name, model, machine }) => [name, `${name} (${model} on ${machine})`]));
+    options(byId("c-deployment"), deployments.map(({ name }) => [name, name]));
     this.place();
     this.want();
   }
@@ -51,10 +52,10 @@ export class Curves {
   }
 
   place() {
-    const { tiers, executor } = this.deployment;
-    options(byId("c-tier"), Object.entries(tiers).map(([tier, link]) => [tier, `${tier} (over ${link})`]));
+    const { tiers } = this.deployment;
+    options(byId("c-tier"), Object.keys(tiers).map((tier) => [tier, tier]));
     options(byId("c-executor"), [
-      ["", `as deployed: ${executor}`], ["bulk", "bulk"], ["layered", "layered"], ["two_ended", "two-ended"],
+      ["", "as deployed"], ["bulk", "bulk"], ["layered", "layered"], ["two_ended", "two-ended"],
     ]);
   }
 
@@ -95,6 +96,9 @@ export class Curves {
     this.read("c-queue", queued === 0 ? "nothing" : bytes(queued));
     this.read("c-busy", busy === 0 ? "idle" : seconds(busy));
     this.read("c-resident", tokens(held));
+    const { model, machine, tiers, executor } = this.deployment;
+    const tier = byId("c-tier").value;
+    say(byId("c-about"), `${model} on ${machine}; ${tier} over ${tiers[tier]}; deployed with the ${words(executor)} executor.`);
     byId("c-own").disabled = supposed === null;
     this.newest.want({
       deployment: byId("c-deployment").value, tier: byId("c-tier").value,
@@ -141,7 +145,7 @@ export class Curves {
     byId("c-suffix").removeAttribute("aria-invalid");
     const { crossover_tokens: crossover, crossover_note: why, tier, link } = answer;
     say(byId("c-crossover"), crossover === null ? "none" : tokens(crossover));
-    this.note(`${sentence(why)} Loading from ${tier} over ${link}, ${answer.executor.replace("_", "-")} executor.`);
+    this.note(`${sentence(why)} Loading from ${tier} over ${link}, ${words(answer.executor)} executor.`);
     const index = nearest(answer.tokens, this.cursor);
     this.times.index = index;
     this.rates.index = index;

@@ -29,7 +29,11 @@ WATCH = """
 window.seen = { violations: [], shifts: [] };
 document.addEventListener("securitypolicyviolation", (event) => window.seen.violations.push(event.violatedDirective));
 new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.seen.shifts.push(entry.value);
+  for (const entry of list.getEntries()) {
+    if (entry.hadRecentInput) continue;
+    const moved = entry.sources.map(({ node }) => node && (node.id || node.parentElement?.id || node.nodeName));
+    window.seen.shifts.push({ value: entry.value, moved });
+  }
 }).observe({ type: "layout-shift", buffered: true });
 """
 

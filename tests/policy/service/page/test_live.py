@@ -39,7 +39,7 @@ def test_numbers_move_under_traffic(serve, visit):
     decide_and_tell(served, 12)
     seen.wait_for("#l-total-load", "12 in all")
     assert float(seen.text("#l-now-load")) > 0
-    seen.page.wait_for_function("document.querySelectorAll('#l-scores .dot.load').length === 12")
+    seen.page.wait_for_function("() => document.querySelectorAll('#l-scores .dot.load').length === 12")
     assert "Median error 9.1% over the last 12" in seen.text("#l-scores-readout")
     chart = seen.page.locator("#l-scores svg")
     assert "predicted against actual" in chart.get_attribute("aria-label").lower()
@@ -51,12 +51,16 @@ def test_numbers_move_under_traffic(serve, visit):
 
 
 def test_queues_calibrations_and_refusals_are_told(serve, visit):
-    served = serve({})
+    slow = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}
+    served = serve({"deployments": [{**slow, "links": {"pcie5-x16": {"rate": "5 GB/s"}}}]})
     seen = visit(served.port)
     look_at(seen)
     assert seen.page.locator("#l-refused-empty").is_visible()
-    served.decide(**DECIDE, reserve=True, instance="pod-1", state={"links": {"pcie5-x16": {"queued_bytes": 4e11}}}, executor="layered")
-    served.decide(**DECIDE, reserve=True, instance="pod-2")
+    # Loads that take seconds, so that a queue is there to be seen.
+    for pod in ("pod-1", "pod-2"):
+        served.decide(
+            prompt_tokens=131_072, hits=[{"tier": "host", "tokens": 131_056}], instance=pod, reserve=True
+        )
     row = seen.page.locator("#l-links tr").filter(has_text="pcie5-x16")
     row.locator("td").first.filter(has_text="GB").wait_for()
     assert re.search(r"reservations? held", seen.text("#l-reservations"))
@@ -100,10 +104,10 @@ def test_nothing_moves_while_numbers_do(serve, visit):
     seen = visit(served.port)
     look_at(seen)
     seen.wait_for("#l-total-load", "3 in all")
-    seen.page.wait_for_function("document.querySelectorAll('#l-rates .line.load').length === 1")
+    seen.page.wait_for_function("() => document.querySelectorAll('#l-rates .line.load').length === 1")
     boxes = """() => [...document.querySelectorAll('#live .card, #live h3, #live .plot, #live .now li, #live table')]
         .map((each) => { const { x, y, width, height } = each.getBoundingClientRect(); return [x, y, width, height]; })"""
-    before, shifts = seen.page.evaluate(boxes), seen.page.evaluate("window.seen.shifts.length")
+    before, shifts = seen.page.evaluate(boxes), seen.page.evaluate("window.seen.shifts")
     for factor in (0.3, 1, 30):
         decide_and_tell(served, 40, factor)
         served.decide(prompt_tokens=40_000, deployment="chat")
@@ -111,7 +115,7 @@ def test_nothing_moves_while_numbers_do(serve, visit):
     seen.wait_for("#l-total-load", "123 in all")
     seen.page.locator("#l-refused li").wait_for()
     assert seen.page.evaluate(boxes) == before
-    assert seen.page.evaluate("window.seen.shifts.length") == shifts
+    assert seen.page.evaluate("window.seen.shifts") == shifts
 
 
 def test_it_asks_only_while_it_can_be_seen(serve, visit):

@@ -95,40 +95,51 @@ def test_the_timeline_is_drawn_as_it_was_answered(served, visit):
     assert f"{timeline['ttft_s'] * 1e3:.1f} ms" in seen.text("#timeline-readout")
 
 
-@pytest.mark.parametrize(
-    ("pointer", "text"),
-    [
-        ("/prompt_tokens", "0"),
-        ("/prompt_tokens", "many"),
-        ("/prompt_tokens", ""),
-        ("/resident_tokens", "-1"),
-        ("/hits/0/tokens", "99,999"),
-        ("/load_unit_tokens", "1.5"),
-        ("/ttft_slo_s", "-20"),
-        ("/state/device_busy_s", "long"),
-        ("/state/links/pcie5-x16/queued_bytes", "-1"),
-        ("/link_bytes_per_s/pcie5-x16", "0"),
-    ],
-)
-def test_what_is_wrong_is_said_at_its_field(served, visit, pointer, text):
+WRONG = [
+    ("/prompt_tokens", "0"),
+    ("/prompt_tokens", "many"),
+    ("/prompt_tokens", ""),
+    ("/resident_tokens", "-1"),
+    ("/hits/0/tokens", "99,999"),
+    ("/load_unit_tokens", "1.5"),
+    ("/ttft_slo_s", "-20"),
+    ("/state/device_busy_s", "long"),
+    ("/state/links/pcie5-x16/queued_bytes", "-1"),
+    ("/link_bytes_per_s/pcie5-x16", "0"),
+]
+
+
+def test_what_is_wrong_is_said_at_its_field(served, visit):
     seen = visit(served.port)
     seen.expect("422")
-    put(seen, pointer, text)
-    refused = ask(seen).json()
-    field = seen.page.locator(f'[data-pointer="{pointer}"]')
     error = seen.page.locator("#ask-form .error")
-    error.wait_for()
-    assert error.count() == 1
-    assert refused["detail"] in error.inner_text()
-    assert field.get_attribute("aria-invalid") == "true"
-    assert error.get_attribute("id") in field.get_attribute("aria-describedby").split()
-    assert field.evaluate("(each) => each === document.activeElement && each.offsetParent !== null")
-    # Put right, it is answered, and nothing of the error is left.
-    field.fill({"/prompt_tokens": "12,370", "/hits/0/tokens": "12,368"}.get(pointer, ""))
-    assert ask(seen).status == 200
-    seen.wait_for("#answer-path", re.compile(r"\w"))
-    assert error.count() == 0
-    assert field.get_attribute("aria-invalid") is None
+    for pointer, text in WRONG:
+        field = seen.page.locator(f'[data-pointer="{pointer}"]')
+        right = field.input_value()
+        put(seen, pointer, text)
+        refused = ask(seen).json()
+        error.wait_for()
+        assert error.count() == 1
+        assert refused["detail"] in error.inner_text()
+        assert field.get_attribute("aria-invalid") == "true"
+        assert error.get_attribute("id") in field.get_attribute("aria-describedby").split()
+        assert field.evaluate("(each) => each === document.activeElement && each.offsetParent !== null")
+        # Put right, it is answered, and nothing of the error is left.
+        field.fill(right)
+        assert ask(seen).status == 200
+        error.wait_for(state="detached")
+        assert field.get_attribute("aria-invalid") is None
+
+
+def test_a_wrong_field_that_is_folded_away_is_unfolded(served, visit):
+    seen = visit(served.port)
+    seen.expect("422")
+    put(seen, "/instance", "x" * 201)
+    seen.page.locator('[data-pointer="/instance"]').locator("xpath=ancestor::details/summary").click()
+    ask(seen)
+    seen.page.locator("#ask-form .error").wait_for()
+    assert seen.page.evaluate("document.activeElement.dataset.pointer") == "/instance"
+    assert seen.page.locator('[data-pointer="/instance"]').is_visible()
 
 
 def test_what_is_wrong_in_the_second_row_is_said_there(served, visit):
