@@ -88,6 +88,7 @@ def timeline(
     everything is computed after all of them.
     """
     begin_s = request.device_busy_s
+    arrivals: list[float] | None
     if joined is not None:
         copies, arrivals, queue_s = _joined(planner, estimate, joined)
     else:

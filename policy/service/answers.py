@@ -106,6 +106,29 @@ class WhatIf(Choice, kw_only=True):
     timeline: Timeline
 
 
+class Curves(_Answer):
+    """What each path takes for prefixes of `tokens` tokens, all of which `tier` has, as lists beside each other.
+
+    `link_bytes_per_s` is the rate of its link, supposed or in force, and `queued_s` what is queued on it. A split is
+    null where there is none, or none that is faster than both others; `break_even_bytes_per_s` is the rate at which
+    load and recompute tie. From `crossover_tokens` on, loading is not slower; it need not be one of `tokens`.
+    """
+
+    deployment: str
+    tier: str
+    link: str
+    executor: Executor
+    link_bytes_per_s: float
+    queued_s: float
+    tokens: list[int]
+    recompute_ttft_s: list[float]
+    load_ttft_s: list[float]
+    split_ttft_s: list[float | None]
+    break_even_bytes_per_s: list[float | None]
+    crossover_tokens: int | None
+    crossover_note: str
+
+
 class Decisions(_Answer):
     """The answers to a batch as columns. `tier` is the one that brings the front of what is loaded, null where nothing
     is: which others bring the rest, and what is computed before it, is said of single decisions only."""

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
+from kvlane.policy.service.curves import curves
 from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
@@ -60,6 +61,16 @@ WHAT_IF = Operation(
     problems=("unknown_deployment",),
     example={**EXAMPLE, "link_bytes_per_s": {"pcie5-x16": 25e9}},
 )
+CURVES = Operation(
+    "POST",
+    "/v1/curves",
+    "curves",
+    "What load, recompute and split take by prefix length, and where they cross.",
+    takes=types.CurvesRequest,
+    gives=answers.Curves,
+    problems=("unknown_deployment",),
+    example={"longest_tokens": 16384, "link_bytes_per_s": 25e9, "device_busy_s": 0.02},
+)
 BATCH = Operation(
     "POST",
     "/v1/decide/batch",
@@ -92,6 +103,7 @@ OBSERVE = Operation(
 OPERATIONS = (
     DECIDE,
     WHAT_IF,
+    CURVES,
     BATCH,
     RELEASE,
     OBSERVE,
@@ -149,11 +161,13 @@ class Endpoint:
         self._registry = registry(service.cells, service.gauges)
         self._decide = msgspec.json.Decoder(types.DecideRequest)
         self._what_if = msgspec.json.Decoder(types.WhatIfRequest)
+        self._curves = msgspec.json.Decoder(types.CurvesRequest)
         self._batch = msgspec.json.Decoder(types.BatchRequest)
         self._observe = msgspec.json.Decoder(list[types.Observation])
         acts: dict[str, Callable[[bytes], bytes | Awaitable[bytes] | None]] = {
             "decide": self._on_decide,
             "what_if": self._on_what_if,
+            "curves": self._on_curves,
             "decide_batch": self._on_batch,
             "observe": self._on_observe,
             "deployments": lambda _: _encode(report.deployments(self._served())),
@@ -300,6 +314,9 @@ class Endpoint:
 
     def _on_what_if(self, body: bytes) -> bytes:
         return what_if(self.service.desk, _decoded(self._what_if, body))
+
+    async def _on_curves(self, body: bytes) -> bytes:
+        return await curves(self.service.desk, _decoded(self._curves, body), self._long)
 
     async def _on_batch(self, body: bytes) -> bytes:
         return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)

@@ -26,6 +26,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 MOST_RANKS = 1024
 MOST_HITS = 16
 MOST_LINKS = 64
+# Prompts that a chart goes up to: each of its points takes as long as a decision, which takes longer the more passes
+# the prompt is computed in.
+LONGEST_PROMPT = 1 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -120,6 +123,27 @@ class WhatIfRequest(_Asked, frozen=True):
     objective: Objective = "ttft"
     ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     link_bytes_per_s: Annotated[dict[Name, Rate], Meta(max_length=MOST_LINKS)] = {}
+
+
+class CurvesRequest(_Asked, frozen=True):
+    """What load, recompute and split take for prefixes of every length up to `longest_tokens`, all of it in one tier.
+
+    `suffix_tokens` follow the stored prefix whatever its length: with as many as a decision's prompt has behind its
+    usable tokens, the crossover is that decision's. The device and the link are taken to be busy with what is said
+    here, not with what is booked. `link_bytes_per_s` supposes another rate of the tier's link.
+    """
+
+    deployment: Name | None = None
+    tier: Name | None = None
+    executor: Executor | None = None
+    load_unit_tokens: SomeTokens | None = None
+    resident_tokens: Tokens = 0
+    suffix_tokens: Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)] = 1
+    device_busy_s: Seconds = 0.0
+    queued_bytes: Bytes = 0.0
+    link_bytes_per_s: Rate | None = None
+    longest_tokens: Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)] = 32768
+    points: Annotated[int, Meta(ge=8, le=128)] = 48
 
 
 class BatchRequest(_Asked, frozen=True):
