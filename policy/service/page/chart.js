@@ -44,7 +44,7 @@ export class Chart {
     this.plan = null;
     this.shown = svg("g");
     this.cursor = svg("g", { class: "cursor" });
-    this.svg = svg("svg", { role: "img", tabindex: "0", class: "chart", focusable: "true" }, this.shown, this.cursor);
+    this.svg = svg("svg", { role: "img", tabindex: "0", class: "chart", "aria-label": host.dataset.name }, this.shown, this.cursor);
     host.replaceChildren(this.svg);
     this.host = host;
     new ResizeObserver(() => this.redraw()).observe(host);

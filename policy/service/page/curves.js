@@ -22,7 +22,6 @@ export class Curves {
     this.api = api;
     this.answer = null;
     this.cursor = START_TOKENS;
-    this.failed = false;
     this.times = new Chart(byId("c-times"), byId("c-readout"));
     this.rates = new Chart(byId("c-rates"), byId("c-rates-readout"));
     this.times.onmove = (index) => this.moved(index, this.rates);
@@ -100,6 +99,7 @@ export class Curves {
     const tier = byId("c-tier").value;
     say(byId("c-about"), `${model} on ${machine}; ${tier} over ${tiers[tier]}; deployed with the ${words(executor)} executor.`);
     byId("c-own").disabled = supposed === null;
+    byId("c-charts").setAttribute("aria-busy", "true");
     this.newest.want({
       deployment: byId("c-deployment").value, tier: byId("c-tier").value,
       ...(byId("c-executor").value ? { executor: byId("c-executor").value } : {}),
@@ -127,21 +127,25 @@ export class Curves {
     };
   }
 
+  /** Nothing is on its way any more, unless something else was wished for meanwhile. */
+  settled() {
+    if (this.newest.wish === null) byId("c-charts").setAttribute("aria-busy", "false");
+  }
+
   note(text, wrong = false) {
     say(byId("c-note"), text);
     byId("c-note").classList.toggle("wrong", wrong);
   }
 
   fail(error) {
-    this.failed = true;
     const suffix = error.pointer === "/suffix_tokens";
     byId("c-suffix").setAttribute("aria-invalid", String(suffix));
     this.note(suffix ? `Tokens behind the prefix: ${error.message}` : error.message, true);
+    this.settled();
   }
 
   show(answer) {
     this.answer = answer;
-    this.failed = false;
     byId("c-suffix").removeAttribute("aria-invalid");
     const { crossover_tokens: crossover, crossover_note: why, tier, link } = answer;
     say(byId("c-crossover"), crossover === null ? "none" : tokens(crossover));
@@ -154,6 +158,7 @@ export class Curves {
     byId("c-ask").disabled = false;
     this.name(index);
     this.table();
+    this.settled();
   }
 
   moved(index, other) {

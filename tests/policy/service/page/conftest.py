@@ -47,7 +47,7 @@ class Visit:
 
     page: Page
     origin: str
-    expected: set[str] = field(default_factory=lambda: {"404"})
+    expected: set[str] = field(default_factory=set)
     said: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 

@@ -46,8 +46,7 @@ def tokens(text: str) -> int:
 
 def shown(seen) -> None:
     """Waits until what is shown is of what the sliders say: nothing is on its way."""
-    seen.page.wait_for_load_state("networkidle")
-    seen.wait_for("#c-crossover", re.compile(r"\w"))
+    seen.page.locator("#c-charts[aria-busy=false]").wait_for()
 
 
 def test_the_crossover_is_the_apis_and_where_the_lines_cross(served, visit):
@@ -194,6 +193,7 @@ def test_the_chart_is_read_by_arrow_keys_and_as_a_table(served, visit):
     assert page.locator("#c-times .cursor .dot").count() >= 2
     page.get_by_text("The same as a table").click()
     rows = page.locator("#c-rows tr")
+    rows.nth(64).wait_for()
     assert rows.count() == 65
     assert f"{second:,}" in rows.nth(63).inner_text()
     with page.expect_response("**/v1/what-if") as answered:

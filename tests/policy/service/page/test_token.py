@@ -57,6 +57,7 @@ def test_who_has_no_token_can_leave_the_question_and_take_it_up_again(serve, vis
     assert not page.locator("#token-dialog").is_visible()
 
     page.get_by_role("button", name="Enter the token").click()
+    page.locator("#token-dialog").wait_for()
     page.keyboard.type(TOKEN)
     page.keyboard.press("Enter")
     seen.wait_for("#serves", "chat")
