@@ -140,7 +140,7 @@ export class Curves {
   fail(error) {
     const suffix = error.pointer === "/suffix_tokens";
     byId("c-suffix").setAttribute("aria-invalid", String(suffix));
-    this.note(suffix ? `Tokens behind the prefix: ${error.message}` : error.message, true);
+    this.note(suffix ? `Suffix, tokens: ${error.message}` : error.message, true);
     this.settled();
   }
 

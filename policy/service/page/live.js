@@ -118,9 +118,10 @@ export class Live {
 
   #calibrations(made, reservations) {
     say(byId("l-reservations"), `${count(reservations)} ${reservations === 1 ? "reservation" : "reservations"} held`);
+    byId("l-profile").hidden = made.every(({ calibration }) => calibration.source !== "profile");
     byId("l-calibrations").replaceChildren(...made.map(({ name, calibration }) => el("tr", {},
       el("th", { scope: "row", text: name }),
-      el("td", { text: calibration.source === "profile" ? "profile: nothing measured yet" : calibration.source }),
+      el("td", { text: calibration.source }),
       el("td", { class: "number", text: calibration.age_s === null ? "–" : age(calibration.age_s) }),
       el("td", { class: "number", text: count(calibration.observations) }))));
   }

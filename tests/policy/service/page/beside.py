@@ -4,8 +4,8 @@
 
 A real browser opens the page and goes to its live part, and what it asks for is noted with its time. In every second
 round that is asked again, as by three pages that are opened at the same moment and stay, while one client asks for one
-decision after the other on one connection, each another one. The browser itself is closed by then: on a machine with few
-cores it would take the client's and the service's, which is not what a page in somebody's own browser does. At the end
+decision after the other on one connection, each another one. The browser itself is closed by then: on a machine with
+few cores it would take the client's and the service's, which a page in somebody's own browser does not do. At the start
 three real pages have the service to themselves, and its CPU time is what they cost.
 """
 
@@ -29,7 +29,13 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 KVLANE = "from kvlane.policy.cli import main; main()"
 
 
@@ -142,9 +148,7 @@ def replay(port: int, asked: list[Asked], seconds: float) -> None:
     connection.close()
 
 
-def measure(
-    port: int, process: int, browser: Browser, *, rounds: int, seconds: float, pages: int
-) -> Report:
+def measure(port: int, process: int, browser: Browser, *, rounds: int, seconds: float, pages: int) -> Report:
     """Rounds in turns; clients and pages are processes of their own, so that none waits for another."""
     asked = record(browser, port)
     with open_pages(browser, port, pages) as first:
@@ -157,7 +161,9 @@ def measure(
     with fresh.Pool(1 + pages) as pool:
         pool.map(time.sleep, [0.1] * (1 + pages), 1)  # all of them have started
         for turn in range(2 * rounds):
-            opened = [pool.apply_async(replay, (port, asked, seconds)) for _ in range(pages if turn % 2 else 0)]
+            opened = [
+                pool.apply_async(replay, (port, asked, seconds)) for _ in range(pages if turn % 2 else 0)
+            ]
             found = pool.apply(ask, (port, seconds))
             for each in opened:
                 each.get()

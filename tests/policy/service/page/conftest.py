@@ -106,7 +106,9 @@ def visit(browser: Browser) -> Iterator[Visiting]:
     contexts: list[BrowserContext] = []
     visits: list[Visit] = []
 
-    def go(port: int, *, width: int = 1280, height: int = 900, ready: str = "#serves", **options: Any) -> Visit:
+    def go(
+        port: int, *, width: int = 1280, height: int = 900, ready: str = "#serves", **options: Any
+    ) -> Visit:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         context.set_default_timeout(10_000)
         context.add_init_script(WATCH)

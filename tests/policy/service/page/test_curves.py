@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from playwright.sync_api import Response, Route
 
 CONFIG = {
     "deployments": [
@@ -125,7 +126,7 @@ def test_an_older_answer_never_comes_after_a_newer_one(served, visit):
     seen = visit(served.port)
     shown(seen)
     page = seen.page
-    held = []
+    held: list[Route] = []
 
     def hold(route):
         # The first is held back; whatever comes later is answered at once.
@@ -138,13 +139,17 @@ def test_an_older_answer_never_comes_after_a_newer_one(served, visit):
 
     page.route("**/v1/curves", hold)
     page.evaluate(
-        """() => { window.read = [];
-            new MutationObserver(() => window.read.push(document.querySelector("#c-crossover").textContent))
-              .observe(document.querySelector("#c-crossover"), { childList: true, characterData: true, subtree: true }); }"""
+        """() => { window.read = []; const shown = document.querySelector("#c-crossover");
+            new MutationObserver(() => window.read.push(shown.textContent)).observe(shown, { childList: true }); }"""
     )
     seen.slide("#c-queue", 30)
     page.wait_for_timeout(200)
-    with page.expect_response(lambda got: "/v1/curves" in got.url and got.request.post_data_json["queued_bytes"] > 1e10) as last:
+
+    def is_last(got: Response) -> bool:
+        sent = got.request.post_data_json
+        return "/v1/curves" in got.url and sent is not None and sent["queued_bytes"] > 1e10
+
+    with page.expect_response(is_last) as last:
         seen.slide("#c-queue", 78)
     newest = last.value.json()["crossover_tokens"]
     seen.wait_for("#c-crossover", f"{newest:,}")
@@ -157,7 +162,7 @@ def test_a_busy_service_is_asked_again_after_the_time_it_names(served, visit):
     seen = visit(served.port)
     shown(seen)
     seen.expect("429")
-    refusals = []
+    refusals: list[Route] = []
 
     def refuse_once(route):
         if refusals:
@@ -174,7 +179,9 @@ def test_a_busy_service_is_asked_again_after_the_time_it_names(served, visit):
     before = seen.text("#c-crossover")
     seen.slide("#c-queue", 60)
     seen.wait_for("#c-note", "The service is busy; asking again in 2.00 s.")
-    seen.page.wait_for_function("(before) => document.querySelector('#c-crossover').textContent !== before", arg=before)
+    seen.page.wait_for_function(
+        "(before) => document.querySelector('#c-crossover').textContent !== before", arg=before
+    )
     assert len(refusals) == 1
 
 

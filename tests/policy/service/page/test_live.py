@@ -66,8 +66,23 @@ def test_queues_calibrations_and_refusals_are_told(serve, visit):
     assert re.search(r"reservations? held", seen.text("#l-reservations"))
 
     refused = served.observe(
-        {"type": "prefill", "observation_id": "p1", "resident_tokens": 0, "new_tokens": 100, "seconds": 0.1, "batch_tokens": 300},
-        {"type": "transfer", "observation_id": "t1", "link": "<b>no link</b>", "bytes": 100, "copies": 1, "start_s": 0, "end_s": 1},
+        {
+            "type": "prefill",
+            "observation_id": "p1",
+            "resident_tokens": 0,
+            "new_tokens": 100,
+            "seconds": 0.1,
+            "batch_tokens": 300,
+        },
+        {
+            "type": "transfer",
+            "observation_id": "t1",
+            "link": "<b>no link</b>",
+            "bytes": 100,
+            "copies": 1,
+            "start_s": 0,
+            "end_s": 1,
+        },
     )["refused"]
     assert len(refused) == 2
     told = seen.page.locator("#l-refused li")
@@ -77,7 +92,8 @@ def test_queues_calibrations_and_refusals_are_told(serve, visit):
         assert each["reason"] in item.inner_text()
         assert each["field"] in item.inner_text()
     assert seen.page.locator("#l-refused b").count() == 0
-    assert "nothing measured yet" in seen.text("#l-calibrations")
+    assert seen.text("#l-calibrations").startswith("chat profile –")
+    assert seen.page.locator("#l-profile").is_visible()
 
 
 def test_what_an_empty_part_says_to_do_works_as_pasted(serve, visit):
@@ -98,37 +114,45 @@ def test_what_an_empty_part_says_to_do_works_as_pasted(serve, visit):
     assert '"path":"load"' in answered.stdout
 
 
-def test_nothing_moves_while_numbers_do(serve, visit):
-    served = serve({})
-    decide_and_tell(served, 3)
-    seen = visit(served.port)
+def test_nothing_moves_while_numbers_do(server, visit):
+    decide_and_tell(server, 3)
+    made = server.metric("kvlane_decisions_total", path="load")
+    seen = visit(server.port)
     look_at(seen)
-    seen.wait_for("#l-total-load", "3 in all")
+    seen.wait_for("#l-total-load", f"{made:.0f} in all")
     seen.page.wait_for_function("() => document.querySelectorAll('#l-rates .line.load').length === 1")
     boxes = """() => [...document.querySelectorAll('#live .card, #live h3, #live .plot, #live .now li, #live table')]
-        .map((each) => { const { x, y, width, height } = each.getBoundingClientRect(); return [x, y, width, height]; })"""
+        .map((each) => each.getBoundingClientRect()).map(({ x, y, width, height }) => [x, y, width, height])"""
     before, shifts = seen.page.evaluate(boxes), seen.page.evaluate("window.seen.shifts")
     for factor in (0.3, 1, 30):
-        decide_and_tell(served, 40, factor)
-        served.decide(prompt_tokens=40_000, deployment="chat")
-    served.observe({"type": "prefill", "observation_id": "p", "resident_tokens": 0, "new_tokens": 1, "seconds": 0.1, "batch_tokens": 3})
-    seen.wait_for("#l-total-load", "123 in all")
+        decide_and_tell(server, 40, factor)
+        server.decide(prompt_tokens=40_000, deployment="chat")
+    server.observe(
+        {
+            "type": "prefill",
+            "observation_id": "p",
+            "resident_tokens": 0,
+            "new_tokens": 1,
+            "seconds": 0.1,
+            "batch_tokens": 3,
+        }
+    )
+    seen.wait_for("#l-total-load", f"{made + 120:.0f} in all")
     seen.page.locator("#l-refused li").wait_for()
     assert seen.page.evaluate(boxes) == before
     assert seen.page.evaluate("window.seen.shifts") == shifts
 
 
-def test_it_asks_only_while_it_can_be_seen(serve, visit):
-    served = serve({})
-    seen = visit(served.port, height=500)
-    seen.page.wait_for_timeout(1500)
+def test_it_asks_only_while_it_can_be_seen(server, visit):
+    seen = visit(server.port, height=500)
+    seen.page.wait_for_timeout(1200)
     assert seen.calls("/v1/live") == 0
     look_at(seen)
     assert seen.calls("/v1/live") >= 1
     seen.page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
-    seen.page.wait_for_timeout(500)
+    seen.page.wait_for_timeout(200)
     asked = seen.calls("/v1/live")
-    seen.page.wait_for_timeout(1500)
+    seen.page.wait_for_timeout(1200)
     assert seen.calls("/v1/live") == asked
     look_at(seen)
     # A tab in the background: Chromium has no such thing without a screen, so that the page is told that it is.
@@ -136,9 +160,9 @@ def test_it_asks_only_while_it_can_be_seen(serve, visit):
         """() => { Object.defineProperty(document, 'hidden', { configurable: true, value: true });
                    document.dispatchEvent(new Event('visibilitychange')); }"""
     )
-    seen.page.wait_for_timeout(1200)
+    seen.page.wait_for_timeout(200)
     asked = seen.calls("/v1/live")
-    seen.page.wait_for_timeout(1500)
+    seen.page.wait_for_timeout(1200)
     assert seen.calls("/v1/live") == asked
     with seen.page.expect_request("**/v1/live"):
         seen.page.evaluate(
@@ -159,7 +183,12 @@ def test_a_service_that_goes_is_said_to_be_gone_and_taken_up_again(serve, visit)
     seen.page.locator("#ask-button").click()
     seen.wait_for("#ask-note", "The service does not answer.")
 
-    again = serve({"listen": f"127.0.0.1:{served.port}", "deployments": [{"name": "anew", "model": "llama-3.1-8b", "machine": "h100-sxm"}]})
+    again = serve(
+        {
+            "listen": f"127.0.0.1:{served.port}",
+            "deployments": [{"name": "anew", "model": "llama-3.1-8b", "machine": "h100-sxm"}],
+        }
+    )
     seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
     # It is another one by now, which the page shows without being loaded anew.
     seen.wait_for("#serves", "anew")
