@@ -245,11 +245,11 @@ class Planner:
             )
         return self._transfers[key]
 
-    def parts(self, request: Request, load: Sequence[LoadSegment]) -> tuple[Part, ...]:
-        """The runs that a plan for `request` loads, each priced as it was when that was decided."""
+    def parts(self, request: Request, load: Sequence[LoadSegment], load_end: int) -> tuple[Part, ...]:
+        """The runs of a load that ends at `load_end`, each priced as it was when a plan for `request` was decided."""
         parts: list[Part] = []
         for segment in load:
-            part = self._lane(segment.tier, request).part(segment.start, segment.end, load[-1].end)
+            part = self._lane(segment.tier, request).part(segment.start, segment.end, load_end)
             follows = any(part.transfer.link.name == other.transfer.link.name for other in parts)
             parts.append(part._replace(follows=follows))
         return tuple(parts)

@@ -6,13 +6,13 @@ Nothing is priced here. Copies arrive when the plan's transfers say, layers take
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvlane.policy import pipeline
 from kvlane.policy.path_cost import Part
-from kvlane.policy.plan import Estimate, Request
+from kvlane.policy.plan import Estimate, LoadSegment, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.prefill_cost import PrefillCost
 
@@ -80,19 +80,20 @@ def timeline(
     request: Request,
     estimate: Estimate,
     *,
-    joined: Mapping[str, float] | None = None,
+    own: Sequence[LoadSegment] | None = None,
+    joined: Sequence[tuple[str, float]] = (),
 ) -> Timeline:
     """The timeline of one of the estimates that `planner` made for `request`.
 
-    `joined` says, by tier, when loads in flight that the estimate waits for instead of its own will have arrived: then
-    everything is computed after all of them.
+    `joined` lists loads of others that the estimate waits for, each as its tier and when it will have arrived: no layer
+    is computed before all of them are there. `own` is then the part of the load that they do not bring; by default it
+    is all of it.
     """
     begin_s = request.device_busy_s
-    arrivals: list[float] | None
-    if joined is not None:
-        copies, arrivals, queue_s = _joined(planner, estimate, joined)
-    else:
-        copies, arrivals, queue_s = _copied(planner, planner.parts(request, estimate.load), estimate)
+    copies = _joined(planner, joined)
+    arrivals = [max((copy.end_s for copy in copies), default=0.0)] * planner.layers
+    loaded = estimate.load if own is None else own
+    queue_s = _copied(planner, planner.parts(request, loaded, estimate.end), estimate, copies, arrivals)
     prefill, chunk = planner.prefill, request.prefill_chunk_tokens
     resident, prompt = request.resident_tokens, request.prompt_tokens
     at = estimate.end if estimate.load else resident
@@ -112,11 +113,14 @@ def timeline(
 
 
 def _copied(
-    planner: Planner, parts: Sequence[Part], estimate: Estimate
-) -> tuple[list[Copy], list[float] | None, float]:
-    """The copies of runs that travel beside each other, when each layer is there, and the longest queue before."""
-    copies: list[Copy] = []
-    arrivals: list[float] | None = None
+    planner: Planner,
+    parts: Sequence[Part],
+    estimate: Estimate,
+    copies: list[Copy],
+    arrivals: list[float],
+) -> float:
+    """Adds the copies of runs that travel beside each other, and when each layer is there; returns the longest queue
+    before them."""
     queue_s = done_s = 0.0
     for part in parts:
         transfer, tokens = part.transfer, part.end - part.start
@@ -141,23 +145,19 @@ def _copied(
             until = arrived[group[0]]
             copies.append(Copy(part.tier, transfer.link.name, group[0], len(group), at, until))
             at = until
-        arrivals = (
-            arrived if arrivals is None else [max(pair) for pair in zip(arrivals, arrived, strict=True)]
-        )
-    return copies, arrivals, queue_s
+        arrivals[:] = [max(pair) for pair in zip(arrivals, arrived, strict=True)]
+    return queue_s
 
 
-def _joined(
-    planner: Planner, estimate: Estimate, joined: Mapping[str, float]
-) -> tuple[list[Copy], list[float], float]:
+def _joined(planner: Planner, joined: Sequence[tuple[str, float]]) -> list[Copy]:
     """Loads of others, as copies of all layers: each on its link until it has arrived, after those before it there."""
     copies: list[Copy] = []
     busy_until: dict[str, float] = {}
-    for tier, until in sorted(joined.items(), key=lambda each: each[1]):
+    for tier, until in sorted(joined, key=lambda each: each[1]):
         link = planner.machine.tier(tier).link
         copies.append(Copy(tier, link, 0, planner.layers, busy_until.get(link, 0.0), until))
         busy_until[link] = until
-    return copies, [estimate.transfer_s] * planner.layers, 0.0
+    return copies
 
 
 def _passes(
@@ -167,7 +167,7 @@ def _passes(
     end: int,
     chunk: int | None,
     begin_s: float,
-    arrivals: Sequence[float] | None = None,
+    arrivals: Sequence[float] = (),
     head_s: float = 0.0,
 ) -> list[Compute]:
     """Computing `[start, end)`: the first pass layer by layer, each after its arrival, and then the other passes."""

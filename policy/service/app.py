@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvlane.policy.service import answers, problems, report, types
 from kvlane.policy.service.columns import LongBatches, decide_columns
-from kvlane.policy.service.curves import curves
+from kvlane.policy.service.curves import Charts, curves
 from kvlane.policy.service.explore import what_if
 from kvlane.policy.service.live import Live
 from kvlane.policy.service.metrics import count, registry
@@ -156,6 +156,7 @@ class Endpoint:
         self._heads = heads
         self._in_flight = 0
         self._long = LongBatches()
+        self._charts = Charts()
         self._pages = Pages()
         self._live = Live(service)
         self._registry = registry(service.cells, service.gauges)
@@ -316,7 +317,7 @@ class Endpoint:
         return what_if(self.service.desk, _decoded(self._what_if, body))
 
     async def _on_curves(self, body: bytes) -> bytes:
-        return await curves(self.service.desk, _decoded(self._curves, body), self._long)
+        return await curves(self.service.desk, _decoded(self._curves, body), self._charts)
 
     async def _on_batch(self, body: bytes) -> bytes:
         return await decide_columns(self.service.desk, _decoded(self._batch, body), self._long)

@@ -23,23 +23,23 @@ _ROW = re.compile(r"(.*)\[(\d+)\]")
 
 # Rows that cannot be priced together are decided one by one: for so long, then others have their turn.
 _TURN_S = 0.005
-# So many such answers may wait for each other.
+# So many such batches may wait for each other.
 _MOST_LONG = 8
 
 
 class LongBatches:
-    """Answers that take more than a turn: worked on one at a time, so that they take one turn between them."""
+    """Those that take more than a turn: worked on one at a time, so that they take one turn between them."""
 
     def __init__(self) -> None:
         self.count = 0
         self._one = asyncio.Lock()
 
-    async def finish(self, rest: Iterator[None], turn_s: float = _TURN_S) -> None:
+    async def finish(self, rest: Iterator[None]) -> None:
         """Goes through what is left in turns; raises `ProblemError` where too many wait."""
         if self.count >= _MOST_LONG:
             raise ProblemError(
                 "too_many_requests",
-                "too many answers that take long are being worked out",
+                "too many batches are decided row by row",
                 headers={"Retry-After": "1"},
             )
         self.count += 1
@@ -49,7 +49,7 @@ class LongBatches:
                 for _ in rest:
                     if perf_counter() >= until:
                         await asyncio.sleep(0)
-                        until = perf_counter() + turn_s
+                        until = perf_counter() + _TURN_S
         finally:
             self.count -= 1
 

@@ -6,7 +6,9 @@ after it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from time import perf_counter
 
 import msgspec
 
@@ -14,7 +16,6 @@ from kvlane.policy.errors import InputError
 from kvlane.policy.plan import Executor, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.service.answers import Curves
-from kvlane.policy.service.columns import LongBatches
 from kvlane.policy.service.decide import Desk
 from kvlane.policy.service.deployments import Deployment
 from kvlane.policy.service.problems import ProblemError, of_input_error
@@ -23,11 +24,40 @@ from kvlane.policy.units import LONGEST_S
 
 _encode = msgspec.json.Encoder().encode
 
-# A chart is nobody's request: whoever asks for a decision meanwhile waits for a point or two.
+# A chart is nobody's request: whoever asks for a decision meanwhile waits for a point at most, and as a chart leaves
+# others as much time as it takes, more often for none.
 _TURN_S = 0.0005
+# So many charts may wait for each other.
+_MOST = 8
 
 
-async def curves(desk: Desk, asked: CurvesRequest, long: LongBatches) -> bytes:
+class Charts:
+    """Charts are worked on one at a time, so that all of them together take one turn."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._one = asyncio.Lock()
+
+    async def finish(self, points: Iterator[None]) -> None:
+        """Goes through the points in turns; raises `ProblemError` where too many charts wait."""
+        if self._count >= _MOST:
+            raise ProblemError(
+                "too_many_requests", "too many charts are drawn at once", headers={"Retry-After": "1"}
+            )
+        self._count += 1
+        try:
+            async with self._one:
+                began = perf_counter()
+                for _ in points:
+                    worked_s = perf_counter() - began
+                    if worked_s >= _TURN_S:
+                        await asyncio.sleep(worked_s)
+                        began = perf_counter()
+        finally:
+            self._count -= 1
+
+
+async def curves(desk: Desk, asked: CurvesRequest, charts: Charts) -> bytes:
     """The answer as JSON; raises `ProblemError` with a pointer to the field."""
     deployment = desk.deployment(asked.deployment)
     tier = _tier(deployment, asked.tier)
@@ -54,7 +84,7 @@ async def curves(desk: Desk, asked: CurvesRequest, long: LongBatches) -> bytes:
         crossover_note="",
     )
     chunk = deployment.settings.prefill_chunk_tokens
-    await long.finish(_points(found, planner, asked, unit, chunk), _TURN_S)
+    await charts.finish(_points(found, planner, asked, unit, chunk))
     return _encode(found)
 
 

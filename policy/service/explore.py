@@ -29,10 +29,12 @@ def what_if(desk: Desk, asked: WhatIfRequest) -> bytes:
     plan = found.plan
     estimate = plan.estimates[plan.path]
     assert estimate is not None
-    joined = None
-    if found.joins:
-        flights = {key.tier: desk.ledger.in_flight(key, now) for key in found.joins}
-        joined = {tier: flight.remaining_s for tier, flight in flights.items() if flight is not None}
-    planner = deployment.in_force.planners[plan.executor]
-    told = timeline(planner, found.request, estimate, joined=joined)
+    flights = [(key.tier, desk.ledger.in_flight(key, now)) for key in found.joins]
+    told = timeline(
+        deployment.in_force.planners[plan.executor],
+        found.request,
+        estimate,
+        own=() if found.joins else plan.load,
+        joined=[(tier, flight.remaining_s) for tier, flight in flights if flight is not None],
+    )
     return b'%b,"timeline":%b}' % (chosen[:-1], _encode(told))

@@ -192,10 +192,10 @@ def test_a_load_that_is_joined_is_waited_for_as_a_whole(executor: Executor) -> N
     load = Load(place.link("pcie5-x16"), 0.05, 1e9, LoadKey("i", "host", "p"), 0, 19_984, 19_984)
     ledger.reserve("r", Booking(instance="i", ttft_s=1.0, device_s=0.001, loads=(load,)), 0.0)
     found = assign(ledger, planner, request, place, 0.0, prefix_id="p")
-    assert found.joined is not None
+    assert found.joins
     chosen = found.plan.estimates[found.plan.path]
     assert chosen is not None
-    told = timeline(planner, request, chosen, joined={"host": 0.05})
+    told = timeline(planner, request, chosen, own=(), joined=[("host", 0.05)])
     check(planner, request, chosen, told)
     assert [(copy.start_s, copy.end_s, copy.layers) for copy in told.copies] == [(0.0, 0.05, 32)]
     assert [(span.start_s, span.end_s) for span in told.exposed] == [(0.01, 0.05)]
