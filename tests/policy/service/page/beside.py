@@ -111,7 +111,7 @@ class Asked:
     body: str | None
 
 
-def record(browser: Browser, port: int, seconds: float = 3.0) -> list[Asked]:
+def record(browser: Browser, port: int, seconds: float) -> list[Asked]:
     """What a page asks for when it is opened and stays at its live part."""
     page = browser.new_page()
     found: list[Asked] = []
@@ -150,10 +150,10 @@ def replay(port: int, asked: list[Asked], seconds: float) -> None:
 
 def measure(port: int, process: int, browser: Browser, *, rounds: int, seconds: float, pages: int) -> Report:
     """Rounds in turns; clients and pages are processes of their own, so that none waits for another."""
-    asked = record(browser, port)
+    asked = record(browser, port, max(1.5, seconds))
     with open_pages(browser, port, pages) as first:
         begun, used = time.monotonic(), cpu_s(process)
-        first.wait_for_timeout(max(3.0, seconds) * 1e3)
+        first.wait_for_timeout(max(1.5, seconds) * 1e3)
         share = (cpu_s(process) - used) / (time.monotonic() - begun)
     without: list[Round] = []
     beside: list[Round] = []
