@@ -76,6 +76,7 @@ export class Answer {
     byId("answer-parameters").replaceChildren(...Object.entries(answer.parameters_from).map(([name, { source, text }]) =>
       el("li", {}, el("code", { text: name }), el("span", { class: "source", text: source }), el("p", { text }))));
     byId("timeline").style.height = `${timelineHeight(rows(answer.timeline))}px`;
+    byId("legend-front").hidden = answer.timeline.computes.every(({ part }) => part !== "front");
     this.chart.index = null;
     this.chart.draw(timelinePlan(answer.timeline));
     say(byId("answer-said"), `${headline(answer)}. TTFT ${seconds(answer.ttft_s)}. ${answer.reason}`);

@@ -8,6 +8,7 @@ import { decades, fromZero, linear, log, tokenTicks } from "./scales.js";
 
 const PATHS = ["recompute", "load", "split"];
 const START_TOKENS = 12_368;
+const MOST_TIMES = 20;
 
 /** A slider from 0 that grows by factors: 0 stands for none, 1 to 100 for `low` to `high`. */
 const growing = (low, high) => (position) => position === 0 ? 0 : low * (high / low) ** ((position - 1) / 99);
@@ -240,29 +241,31 @@ function timesPlan(answer, box) {
 function ratesPlan(answer, box) {
   const x = lengths(answer, box);
   const found = answer.break_even_bytes_per_s.filter((value) => value !== null);
-  const all = [...found, ...(answer.link_bytes_per_s ? [answer.link_bytes_per_s] : [1e9])].map((value) => value / 1e9);
+  const own = answer.link_bytes_per_s;
+  // Where loading hardly saves anything the rate rises without end: what is far from all others would flatten them.
+  const most = MOST_TIMES * Math.max(own, ...(found.length ? [Math.min(...found)] : []));
+  const shownRates = answer.break_even_bytes_per_s.map((value) => value === null || value > most ? null : value);
+  const all = [own, ...shownRates.filter((value) => value !== null)].map((value) => value / 1e9);
   const { ticks, low, high } = decades(Math.min(...all), Math.max(...all));
   const y = log(low * 1e9, high * 1e9, box.bottom, box.top);
   const labels = [];
   return {
     label: `Break-even link rate against prefix length. ${found.length ? `It is ${rate(found[0])} for the shortest ` +
       `prefix that has one, ${rate(found.at(-1))} for the longest.` : "There is none."} The link's rate is ` +
-      `${shown(answer.link_bytes_per_s, rate)}.`,
+      `${rate(own)}.`,
     hint: "Above the break-even rate loading everything is faster than recomputing everything.",
-    x, y: { scale: y, ticks: ticks.map((value) => value * 1e9), text: (value) => String(Number((value / 1e9).toPrecision(2))), title: "link rate, GB/s" },
+    x, y: { scale: y, ticks: ticks.map((value) => value * 1e9), text: (value) => tick(Number((value / 1e9).toPrecision(2))), title: "link rate, GB/s" },
     labels,
     paint: (add) => {
       crossing(answer, add, box, x.scale);
-      if (answer.link_bytes_per_s) {
-        const at = y.at(answer.link_bytes_per_s);
-        add(svg("line", { class: "line link", x1: box.left, x2: box.right, y1: at, y2: at }));
-        labels.push({ x: box.right, y: at - 6, end: true, text: `the link: ${rate(answer.link_bytes_per_s)}` });
-      }
-      add(svg("path", { class: "line break-even", d: linePath(pixels(answer, answer.break_even_bytes_per_s, x.scale, y)) }));
+      const at = y.at(own);
+      add(svg("line", { class: "line link", x1: box.left, x2: box.right, y1: at, y2: at }));
+      labels.push({ x: box.right, y: at - 6, end: true, text: `the link: ${rate(own)}` });
+      add(svg("path", { class: "line break-even", d: linePath(pixels(answer, shownRates, x.scale, y)) }));
     },
     stops: answer.tokens.map(x.scale.at),
     read: (index) => `${tokens(answer.tokens[index])}: breaks even at ${shown(answer.break_even_bytes_per_s[index], rate)}, ` +
-      `the link has ${shown(answer.link_bytes_per_s, rate)}`,
+      `the link has ${rate(own)}`,
     points: () => [],
   };
 }

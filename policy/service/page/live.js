@@ -1,6 +1,6 @@
 // What the service does now: asked once a second, and only while somebody can see it.
 
-import { Problem } from "./api.js";
+import { Gone, Problem } from "./api.js";
 import { Chart, linePath, symbol } from "./chart.js";
 import { byId, el, options, say, svg } from "./dom.js";
 import { Example } from "./example.js";
@@ -11,6 +11,7 @@ import { decades, fromZero, linear, log } from "./scales.js";
 const EVERY_MS = 1000;
 const AFTER_REFUSAL_MS = 5000;
 const MOST_LINKS = 12;
+const GAP_S = 3;
 
 export class Live {
   /** `refresh` is called where the service turns out to serve other deployments than the page knows. */
@@ -57,7 +58,8 @@ export class Live {
     try {
       live = await this.api.get("/v1/live");
     } catch (error) {
-      say(byId("l-note"), error.message);
+      // That it is gone is said by the page's own word about it.
+      say(byId("l-note"), error instanceof Gone ? "" : error.message);
       // Without a token nothing is asked until one is given; when it is gone, `back` takes it up again.
       if (!(error instanceof Problem)) return;
     } finally {
@@ -91,8 +93,9 @@ export class Live {
       say(byId(`l-now-${path}`), mean === 0 ? "0" : mean < 9.95 ? mean.toFixed(1) : count(mean));
       say(byId(`l-total-${path}`), `${count(total(path))} in all`);
     }
-    byId("l-rates-empty").hidden = PATHS.some((path) => total(path) > 0);
-    this.rates.draw((box) => ratesPlan(rates, live.at_s, box));
+    const quiet = PATHS.every((path) => total(path) === 0);
+    byId("l-rates-empty").hidden = !quiet;
+    this.rates.draw((box) => ratesPlan(rates, live.at_s, quiet, box));
     const scored = live.requests.filter(mine);
     byId("l-scores-empty").hidden = scored.length > 0;
     this.scores.draw((box) => scoresPlan(scored, box));
@@ -135,22 +138,25 @@ export class Live {
   }
 }
 
-function ratesPlan(rates, now, box) {
+function ratesPlan(rates, now, quiet, box) {
   const x = linear(-WINDOW_S, 0, box.left, box.right);
   const highest = Math.max(...rates.flatMap((each) => PATHS.map((path) => each[path])), 1);
   const { ticks, end } = fromZero(highest, 4);
   const y = linear(0, end, box.bottom, box.top);
   const at = (each) => Math.max(box.left, x.at(each.at_s - now));
+  // Over a time in which nothing was asked only the mean is known: a level line, apart from the others.
+  const points = (each, path) => each.at_s - each.from_s < GAP_S ? [[at(each), y.at(each[path])]] :
+    [null, [Math.max(box.left, x.at(each.from_s - now)), y.at(each[path])], [at(each), y.at(each[path])]];
   const latest = rates.at(-1);
   const told = (each) => PATHS.map((path) => `${path} ${each[path] < 9.95 ? each[path].toFixed(1) : count(each[path])}`).join(" · ");
   return {
     label: `Decisions per second by path over the last two minutes. ${latest ? `Now: ${told(latest)}.` : "No difference seen yet."}`,
-    hint: rates.length === 0 ? "The first difference comes with the second answer." : "Point at a second to read it.",
+    hint: quiet ? "" : rates.length === 0 ? "The first difference comes with the second answer." : "Point at a second to read it.",
     x: { scale: x, ticks: [-120, -90, -60, -30, 0], text: (value) => value === 0 ? "now" : String(-value), title: "seconds ago" },
     y: { scale: y, ticks, text: tick, title: "decisions per second" },
     paint: (add) => {
       for (const path of PATHS) {
-        add(svg("path", { class: `line ${path}`, d: linePath(rates.map((each) => [at(each), y.at(each[path])])) }));
+        add(svg("path", { class: `line ${path}`, d: linePath(rates.flatMap((each) => points(each, path))) }));
       }
     },
     stops: rates.map(at),

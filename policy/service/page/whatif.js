@@ -73,6 +73,10 @@ export class WhatIf {
   /** Tiers and links of the deployment chosen, and one row of hits to begin with. */
   #place() {
     const { tiers, links } = this.deployments.find(({ name }) => name === this.control("/deployment").value);
+    // What was typed stays where there is nothing else to type it for.
+    const placed = JSON.stringify([tiers, links]);
+    if (placed === this.placed && byId("hits").childElementCount > 0) return;
+    this.placed = placed;
     this.tiers = Object.keys(tiers);
     const rows = [...byId("hits").children];
     for (const row of rows) options(row.querySelector("select"), this.tiers.map((tier) => [tier, tier]));
@@ -187,6 +191,9 @@ export class WhatIf {
     if (asked !== this.asked) return;
     this.#say("");
     this.answer.show(answer);
+    // Where it stands below the form it would come unseen.
+    const { top } = byId("answer").getBoundingClientRect();
+    if (top > innerHeight * 0.8) byId("answer").scrollIntoView();
   }
 
   #refused(error) {

@@ -67,6 +67,11 @@ class Visit:
         """Moves a slider as a hand does: its value, and that it was put in."""
         self.page.locator(selector).fill(str(value))
 
+    def to_live(self) -> None:
+        """Brings the live part onto the screen, and waits for its first numbers."""
+        self.page.evaluate("document.querySelector('#live').scrollIntoView({ behavior: 'instant' })")
+        self.page.locator("#l-calibrations tr").first.wait_for()
+
     def calls(self, path: str) -> int:
         """How often that path was asked for."""
         return sum(urlsplit(url).path == path for url in self.asked)

@@ -49,8 +49,7 @@ def test_it_fits_and_can_be_read(server, visit, scheme):
     seen.page.locator("#ask-button").click()
     seen.wait_for("#answer-path", re.compile(r"\w"))
     seen.page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-    seen.page.evaluate("document.querySelector('#live').scrollIntoView({ behavior: 'instant' })")
-    seen.wait_for("#l-rates-readout", re.compile("second"))
+    seen.to_live()
     for width in (375, 600, 768, 1024, 1440, 2560):
         seen.page.set_viewport_size({"width": width, "height": 900})
         seen.page.wait_for_function(REDRAWN)
@@ -65,8 +64,7 @@ def test_everything_is_named_and_every_chart_has_words(server, visit):
     page = seen.page
     page.locator("#ask-button").click()
     seen.wait_for("#answer-path", re.compile(r"\w"))
-    page.evaluate("document.querySelector('#live').scrollIntoView({ behavior: 'instant' })")
-    seen.wait_for("#l-rates-readout", re.compile("second"))
+    seen.to_live()
     unnamed = page.evaluate(
         """() => [...document.querySelectorAll("input, select")].filter((each) => each.labels.length !== 1
             || each.labels[0].textContent.trim() === "").map((each) => each.outerHTML)"""

@@ -24,16 +24,10 @@ def decide_and_tell(served, times: int, factor: float = 1.1) -> None:
         )
 
 
-def look_at(seen) -> None:
-    """Brings the live part onto the screen, and waits for its first difference."""
-    seen.page.evaluate("document.querySelector('#live').scrollIntoView({ behavior: 'instant' })")
-    seen.wait_for("#l-rates-readout", re.compile("second"))
-
-
 def test_numbers_move_under_traffic(serve, visit):
     served = serve({})
     seen = visit(served.port)
-    look_at(seen)
+    seen.to_live()
     assert seen.text("#l-total-load") == "0 in all"
 
     decide_and_tell(served, 12)
@@ -54,7 +48,7 @@ def test_queues_calibrations_and_refusals_are_told(serve, visit):
     slow = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}
     served = serve({"deployments": [{**slow, "links": {"pcie5-x16": {"rate": "5 GB/s"}}}]})
     seen = visit(served.port)
-    look_at(seen)
+    seen.to_live()
     assert seen.page.locator("#l-refused-empty").is_visible()
     # Loads that take seconds, so that a queue is there to be seen.
     for pod in ("pod-1", "pod-2"):
@@ -99,7 +93,7 @@ def test_queues_calibrations_and_refusals_are_told(serve, visit):
 def test_what_an_empty_part_says_to_do_works_as_pasted(serve, visit):
     served = serve({})
     seen = visit(served.port)
-    look_at(seen)
+    seen.to_live()
     assert seen.page.locator("#l-rates-empty").is_visible()
     assert seen.page.locator("#l-scores-empty").is_visible()
     lines = seen.page.locator("#curl-observe").text_content()
@@ -118,7 +112,7 @@ def test_nothing_moves_while_numbers_do(server, visit):
     decide_and_tell(server, 3)
     made = server.metric("kvlane_decisions_total", path="load")
     seen = visit(server.port)
-    look_at(seen)
+    seen.to_live()
     seen.wait_for("#l-total-load", f"{made:.0f} in all")
     seen.page.wait_for_function("() => document.querySelectorAll('#l-rates .line.load').length === 1")
     boxes = """() => [...document.querySelectorAll('#live .card, #live h3, #live .plot, #live .now li, #live table')]
@@ -147,14 +141,14 @@ def test_it_asks_only_while_it_can_be_seen(server, visit):
     seen = visit(server.port, height=500)
     seen.page.wait_for_timeout(1200)
     assert seen.calls("/v1/live") == 0
-    look_at(seen)
+    seen.to_live()
     assert seen.calls("/v1/live") >= 1
     seen.page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
     seen.page.wait_for_timeout(200)
     asked = seen.calls("/v1/live")
     seen.page.wait_for_timeout(1200)
     assert seen.calls("/v1/live") == asked
-    look_at(seen)
+    seen.to_live()
     # A tab in the background: Chromium has no such thing without a screen, so that the page is told that it is.
     seen.page.evaluate(
         """() => { Object.defineProperty(document, 'hidden', { configurable: true, value: true });
@@ -174,7 +168,7 @@ def test_it_asks_only_while_it_can_be_seen(server, visit):
 def test_a_service_that_goes_is_said_to_be_gone_and_taken_up_again(serve, visit):
     served = serve({})
     seen = visit(served.port)
-    look_at(seen)
+    seen.to_live()
     assert not seen.page.locator("#gone").is_visible()
     seen.expect("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
     served.stop()
@@ -193,6 +187,6 @@ def test_a_service_that_goes_is_said_to_be_gone_and_taken_up_again(serve, visit)
     # It is another one by now, which the page shows without being loaded anew.
     seen.wait_for("#serves", "anew")
     again.decide(prompt_tokens=400)
-    look_at(seen)
+    seen.to_live()
     seen.wait_for("#l-total-recompute", "1 in all")
     assert seen.page.locator("#c-deployment").input_value() == "anew"
