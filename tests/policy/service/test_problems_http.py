@@ -111,7 +111,7 @@ def test_the_request_these_tests_break_is_good(server: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("GET", "/v2/decide", 404, "not_found"),
         ("POST", "/v1/decide/", 404, "not_found"),
         ("GET", "/v1/decide", 405, "method_not_allowed"),
