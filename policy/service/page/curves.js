@@ -246,7 +246,7 @@ function ratesPlan(answer, box) {
   const most = MOST_TIMES * Math.max(own, ...(found.length ? [Math.min(...found)] : []));
   const shownRates = answer.break_even_bytes_per_s.map((value) => value === null || value > most ? null : value);
   const all = [own, ...shownRates.filter((value) => value !== null)].map((value) => value / 1e9);
-  const { ticks, low, high } = decades(Math.min(...all), Math.max(...all));
+  const { ticks, low, high } = decades(0.9 * Math.min(...all), 1.1 * Math.max(...all));
   const y = log(low * 1e9, high * 1e9, box.bottom, box.top);
   const labels = [];
   return {

@@ -173,7 +173,7 @@ function median(values) {
 
 function scoresPlan(scored, box) {
   const all = scored.flatMap((each) => [each.predicted_ttft_s, each.ttft_s]).map((value) => Math.max(value, 1e-7) * 1e3);
-  const { ticks, low, high } = decades(...(all.length ? [Math.min(...all), Math.max(...all)] : [10, 1000]));
+  const { ticks, low, high } = decades(...(all.length ? [0.95 * Math.min(...all), 1.05 * Math.max(...all)] : [10, 1000]));
   const x = log(low / 1e3, high / 1e3, box.left, box.right);
   const y = log(low / 1e3, high / 1e3, box.bottom, box.top);
   const spare = box.width < 500 && ticks.length > 5 ? ticks.filter((value) => Number.isInteger(Math.log10(value))) : ticks;

@@ -51,14 +51,15 @@ export function tokenTicks(highest, most) {
   return found;
 }
 
-/** Whole decades around [low, high] with ticks at 1, or at 1, 2 and 5 where there are few decades. */
+/** Round bounds (1, 2 or 5 times a power of ten) around [low, high] and the ticks between: decades where they are many. */
 export function decades(low, high) {
-  const first = Math.floor(Math.log10(low) + 1e-9);
-  const last = Math.max(first + 1, Math.ceil(Math.log10(high) - 1e-9));
-  const times = last - first > 2 ? [1] : [1, 2, 5];
-  const ticks = [];
-  for (let power = first; power <= last; power += 1) {
-    for (const each of times) if (power < last || each === 1) ticks.push(each * 10 ** power);
+  const steps = [];
+  for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.ceil(Math.log10(high)) + 1; power += 1) {
+    for (const times of [1, 2, 5]) steps.push(Number((times * 10 ** power).toPrecision(1)));
   }
-  return { ticks, low: 10 ** first, high: 10 ** last };
+  const first = steps.findLastIndex((step) => step <= low * (1 + 1e-9));
+  const last = Math.max(first + 3, steps.findIndex((step) => step >= high * (1 - 1e-9)));
+  const between = steps.slice(first, last + 1);
+  const tens = between.filter((step) => Math.abs(Math.log10(step) - Math.round(Math.log10(step))) < 1e-9);
+  return { ticks: between.length > 9 ? tens : between, low: between[0], high: between.at(-1) };
 }
