@@ -77,6 +77,7 @@ export class Answer {
       el("li", {}, el("code", { text: name }), el("span", { class: "source", text: source }), el("p", { text }))));
     byId("timeline").style.height = `${timelineHeight(rows(answer.timeline))}px`;
     byId("legend-front").hidden = answer.timeline.computes.every(({ part }) => part !== "front");
+    byId("legend-busy").hidden = answer.timeline.link_queue_s <= 0 && answer.timeline.device_busy_s <= 0;
     this.chart.index = null;
     this.chart.draw(timelinePlan(answer.timeline));
     say(byId("answer-said"), `${headline(answer)}. TTFT ${seconds(answer.ttft_s)}. ${answer.reason}`);

@@ -70,7 +70,7 @@ export function timelinePlan(timeline) {
       y: { scale: x, ticks: [], text: tick, title: "" },
       paint: (add) => {
         for (const each of timeline.exposed) {
-          const wide = Math.max(1, x.at(each.end_s) - x.at(each.start_s));
+          const wide = x.at(each.end_s) - x.at(each.start_s);
           add(svg("rect", { class: "exposed", x: x.at(each.start_s), y: box.top, width: wide, height: box.bottom - box.top }));
         }
         add(...busy(timeline.link_queue_s, 0, "link busy"), ...busy(timeline.device_busy_s, names.length, "device busy"));

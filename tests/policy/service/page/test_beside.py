@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 
 import pytest
@@ -32,10 +31,8 @@ def test_open_pages_cost_other_clients_little(server, beside):
     except LookupError as error:
         pytest.skip(str(error))
     print(found.text())
-    # The machine may be busy with other things: what is looked for is a page that costs a multiple.
-    for key in ("p50_s", "rate"):
-        without, with_pages = (
-            median(getattr(each, key) for each in rounds) for rounds in (found.without, found.beside)
-        )
-        assert 1 / 3 < with_pages / without < 3, (key, found.text())
+    # The machine may be busy with other things, so that the least disturbed rounds count; what is looked for is a page
+    # that costs others a multiple.
+    assert min(each.p50_s for each in found.beside) < 3 * min(each.p50_s for each in found.without)
+    assert 3 * max(each.rate for each in found.beside) > max(each.rate for each in found.without)
     assert found.core_share < 0.25
