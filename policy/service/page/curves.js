@@ -98,11 +98,12 @@ export class Curves {
     this.read("c-resident", tokens(held));
     const { model, machine, tiers, executor } = this.deployment;
     const tier = byId("c-tier").value;
-    say(byId("c-about"), `${model} on ${machine}; ${tier} over ${tiers[tier]}; deployed with the ${words(executor)} executor.`);
+    say(byId("c-about"), `${model} on ${machine}; ${tier ? `${tier} over ${tiers[tier]}` : "no tier"}; deployed with the ${words(executor)} executor.`);
     byId("c-own").disabled = supposed === null;
     byId("c-charts").setAttribute("aria-busy", "true");
     this.newest.want({
-      deployment: byId("c-deployment").value, tier: byId("c-tier").value,
+      deployment: byId("c-deployment").value,
+      ...(tier ? { tier } : {}),
       ...(byId("c-executor").value ? { executor: byId("c-executor").value } : {}),
       ...(supposed === null ? {} : { link_bytes_per_s: supposed }),
       suffix_tokens: suffix, queued_bytes: queued, device_busy_s: busy, resident_tokens: held,

@@ -235,3 +235,22 @@ def test_another_deployment_brings_its_tiers_and_its_rate(served, visit):
     assert seen.page.locator("#c-times .line.split").get_attribute("d") != ""
     seen.page.locator("#c-tier").select_option("nvme")
     seen.wait_for("#c-note", "Loading from nvme")
+
+
+def test_a_suffix_that_is_none_is_said_beside_the_chart_that_stays(served, visit):
+    seen = visit(served.port)
+    seen.expect("422")
+    shown(seen)
+    line = seen.page.locator("#c-times .line.recompute")
+    before = line.get_attribute("d")
+    suffix = seen.page.locator("#c-suffix")
+    suffix.fill("few")
+    seen.wait_for("#c-note", "Suffix, tokens: Expected `int`")
+    assert suffix.get_attribute("aria-invalid") == "true"
+    assert suffix.get_attribute("aria-describedby") == "c-note"
+    assert line.get_attribute("d") == before
+    suffix.fill("600")
+    shown(seen)
+    assert suffix.get_attribute("aria-invalid") is None
+    assert "600 tokens after the prefix" in seen.text("#c-note")
+    assert line.get_attribute("d") != before
