@@ -80,9 +80,13 @@ export class Api extends EventTarget {
     let answer;
     try {
       answer = await fetch(path, {
-        method, headers, body: body === undefined ? undefined : JSON.stringify(body),
+        method,
+        headers,
+        body: body === undefined ? undefined : JSON.stringify(body),
         signal: AbortSignal.timeout(ANSWER_WITHIN_MS),
-        cache: "no-store", credentials: "omit", redirect: "error",
+        cache: "no-store",
+        credentials: "omit",
+        redirect: "error",
       });
     } catch {
       this.#lost();
@@ -107,7 +111,7 @@ export class Api extends EventTarget {
     if (this.#token === null) throw new NoToken("A token is needed.");
   }
 
-  /** Says that it is gone, once, and looks after it until it is back; less and less often, and not in the background. */
+  /** Says once that it is gone, and looks for it until it is back: less and less often, not in the background. */
   async #lost() {
     if (this.gone) return;
     this.gone = true;

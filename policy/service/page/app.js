@@ -22,7 +22,10 @@ async function start() {
   try {
     const { deployments } = await api.get("/v1/deployments");
     const names = deployments.map(({ name }) => name).join(", ");
-    say(byId("serves"), `${deployments.length === 1 ? "Serves" : `Serves ${deployments.length} deployments:`} ${names}`);
+    say(
+      byId("serves"),
+      `${deployments.length === 1 ? "Serves" : `Serves ${deployments.length} deployments:`} ${names}`,
+    );
     byId("start-error").hidden = true;
     for (const section of [curves, whatIf, live]) section.serve(deployments);
   } catch (error) {
@@ -42,7 +45,10 @@ function tellGone() {
   if (!api.gone) return;
   const heard = age((performance.now() - api.heardAt) / 1e3);
   const left = api.tryingAt === null ? 0 : (api.tryingAt - performance.now()) / 1e3;
-  say(byId("gone-since"), `last heard ${heard} ago; ${left > 0.5 ? `trying again in ${age(left + 0.5)}` : "trying again"}`);
+  say(
+    byId("gone-since"),
+    `last heard ${heard} ago; ${left > 0.5 ? `trying again in ${age(left + 0.5)}` : "trying again"}`,
+  );
   setTimeout(tellGone, 500);
 }
 

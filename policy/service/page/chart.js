@@ -44,7 +44,12 @@ export class Chart {
     this.plan = null;
     this.shown = svg("g");
     this.cursor = svg("g", { class: "cursor" });
-    this.svg = svg("svg", { role: "img", tabindex: "0", class: "chart", "aria-label": host.dataset.name }, this.shown, this.cursor);
+    this.svg = svg(
+      "svg",
+      { role: "img", tabindex: "0", class: "chart", "aria-label": host.dataset.name },
+      this.shown,
+      this.cursor,
+    );
     host.replaceChildren(this.svg);
     this.host = host;
     new ResizeObserver(() => this.redraw()).observe(host);
@@ -120,7 +125,12 @@ export class Chart {
     if (last < 0) return;
     const here = this.index ?? (event.key === "ArrowLeft" ? last + 1 : -1);
     const steps = {
-      ArrowRight: here + 1, ArrowLeft: here - 1, PageDown: here + 10, PageUp: here - 10, Home: 0, End: last,
+      ArrowRight: here + 1,
+      ArrowLeft: here - 1,
+      PageDown: here + 10,
+      PageUp: here - 10,
+      Home: 0,
+      End: last,
     };
     if (event.key === "Escape") this.move(null);
     if (!(event.key in steps)) return;

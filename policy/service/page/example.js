@@ -11,7 +11,9 @@ export class Example {
   constructor(api) {
     this.api = api;
     for (const id of ["decide", "observe"]) {
-      byId(`copy-${id}`).addEventListener("click", (event) => copy(byId(`curl-${id}`).textContent, event.currentTarget));
+      byId(`copy-${id}`).addEventListener("click", (event) =>
+        copy(byId(`curl-${id}`).textContent, event.currentTarget),
+      );
     }
   }
 
@@ -22,13 +24,16 @@ export class Example {
     const token = this.api.hasToken ? ` -H "authorization: Bearer $KVLANE_TOKEN"` : "";
     const ask = `curl -s ${location.origin}/v1/decide${token} ${JSON_TYPE} -d ${quoted(JSON.stringify(asked))}`;
     say(byId("curl-decide"), ask);
-    say(byId("curl-observe"), [
-      `a=$(${ask})`,
-      `f() { printf %s "$a" | grep -oE "\\"$1\\":\\"?[^\\",}]+" | head -n 1 | sed -E 's/.*:"?//'; }`,
-      `curl -s ${location.origin}/v1/observe${token} ${JSON_TYPE} -d '[{"type": "request", "ttft_s": 0.06,`,
-      `  "observation_id": "'$(f decision_id)'", "decision_id": "'$(f decision_id)'",`,
-      `  "path_taken": "'$(f path)'", "loaded_tokens": '$(f load_tokens)'}]'`,
-    ].join("\n"));
+    say(
+      byId("curl-observe"),
+      [
+        `a=$(${ask})`,
+        `f() { printf %s "$a" | grep -oE "\\"$1\\":\\"?[^\\",}]+" | head -n 1 | sed -E 's/.*:"?//'; }`,
+        `curl -s ${location.origin}/v1/observe${token} ${JSON_TYPE} -d '[{"type": "request", "ttft_s": 0.06,`,
+        `  "observation_id": "'$(f decision_id)'", "decision_id": "'$(f decision_id)'",`,
+        `  "path_taken": "'$(f path)'", "loaded_tokens": '$(f load_tokens)'}]'`,
+      ].join("\n"),
+    );
   }
 }
 

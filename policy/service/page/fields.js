@@ -10,9 +10,10 @@ let made = 0;
  */
 export function field({ pointer, label, hint, choices, ...kind }) {
   const id = `f${(made += 1)}`;
-  const control = choices === undefined
-    ? el("input", { type: "text", autocomplete: "off", spellcheck: "false", ...kind, id })
-    : el("select", { ...kind, id }, ...choices.map(([value, text]) => el("option", { value, text })));
+  const control =
+    choices === undefined
+      ? el("input", { type: "text", autocomplete: "off", spellcheck: "false", ...kind, id })
+      : el("select", { ...kind, id }, ...choices.map(([value, text]) => el("option", { value, text })));
   control.dataset.pointer = pointer;
   const described = [];
   const parts = [el("label", { for: id, text: label }), control];
@@ -30,9 +31,11 @@ const controls = (form) => [...form.querySelectorAll("[data-pointer]")];
 /** The control of that pointer, the one whose value it lies in, or the first of what it encloses. */
 export function controlAt(form, pointer) {
   const all = controls(form);
-  return all.find((each) => each.dataset.pointer === pointer)
-    ?? all.find((each) => pointer.startsWith(`${each.dataset.pointer}/`))
-    ?? (pointer === "" ? undefined : all.find((each) => each.dataset.pointer.startsWith(`${pointer}/`)));
+  return (
+    all.find((each) => each.dataset.pointer === pointer) ??
+    all.find((each) => pointer.startsWith(`${each.dataset.pointer}/`)) ??
+    (pointer === "" ? undefined : all.find((each) => each.dataset.pointer.startsWith(`${pointer}/`)))
+  );
 }
 
 /** Takes away what was said to be wrong before. */

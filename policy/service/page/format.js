@@ -25,14 +25,23 @@ export function seconds(value) {
   if (size >= 0.99995) return `${value.toFixed(2)} s`;
   if (size >= 0.009995) return `${(value * 1e3).toFixed(1)} ms`;
   if (size >= 1e-4) return `${(value * 1e3).toFixed(2)} ms`;
-  return scaled(value, [[1e-6, "µs"], [1e-9, "ns"]]);
+  return scaled(value, [
+    [1e-6, "µs"],
+    [1e-9, "ns"],
+  ]);
 }
 
 /** "51.2 GB/s". */
 export const rate = (value) => `${bytes(value)}/s`;
 
 /** "1.62 GB". */
-export const bytes = (value) => scaled(value, [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]]);
+export const bytes = (value) =>
+  scaled(value, [
+    [1e9, "GB"],
+    [1e6, "MB"],
+    [1e3, "kB"],
+    [1, "B"],
+  ]);
 
 /** "12,368". */
 export const count = (value) => grouped.format(value);

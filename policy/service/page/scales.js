@@ -4,7 +4,8 @@
 export function linear(low, high, from, to) {
   const span = high - low || 1;
   return {
-    low, high,
+    low,
+    high,
     at: (value) => from + ((value - low) / span) * (to - from),
     value: (pixel) => low + ((pixel - from) / (to - from)) * span,
   };
@@ -15,7 +16,8 @@ export function log(low, high, from, to) {
   const least = Math.log10(low);
   const span = Math.log10(high) - least || 1;
   return {
-    low, high,
+    low,
+    high,
     at: (value) => from + ((Math.log10(Math.max(value, low)) - least) / span) * (to - from),
     value: (pixel) => 10 ** (least + ((pixel - from) / (to - from)) * span),
   };
@@ -51,14 +53,17 @@ export function tokenTicks(highest, most) {
   return found;
 }
 
-/** Round bounds (1, 2 or 5 times a power of ten) around [low, high] and the ticks between: decades where they are many. */
+/** Round bounds (1, 2 or 5 times a power of ten) around [low, high], ticks between: decades where there are many. */
 export function decades(low, high) {
   const steps = [];
   for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.ceil(Math.log10(high)) + 1; power += 1) {
     for (const times of [1, 2, 5]) steps.push(Number((times * 10 ** power).toPrecision(1)));
   }
   const first = steps.findLastIndex((step) => step <= low * (1 + 1e-9));
-  const last = Math.max(first + 3, steps.findIndex((step) => step >= high * (1 - 1e-9)));
+  const last = Math.max(
+    first + 3,
+    steps.findIndex((step) => step >= high * (1 - 1e-9)),
+  );
   const between = steps.slice(first, last + 1);
   const tens = between.filter((step) => Math.abs(Math.log10(step) - Math.round(Math.log10(step))) < 1e-9);
   return { ticks: between.length > 9 ? tens : between, low: between[0], high: between.at(-1) };

@@ -29,12 +29,16 @@ export function askToken(wrong) {
     const leave = () => dialog.close();
     form.addEventListener("submit", submit);
     byId("token-cancel").addEventListener("click", leave);
-    dialog.addEventListener("close", () => {
-      form.removeEventListener("submit", submit);
-      byId("token-cancel").removeEventListener("click", leave);
-      field.value = "";
-      resolve(given);
-    }, { once: true });
+    dialog.addEventListener(
+      "close",
+      () => {
+        form.removeEventListener("submit", submit);
+        byId("token-cancel").removeEventListener("click", leave);
+        field.value = "";
+        resolve(given);
+      },
+      { once: true },
+    );
     dialog.showModal();
     field.focus();
   });

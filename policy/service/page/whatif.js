@@ -7,8 +7,16 @@ import { clearErrors, escaped, field, showError } from "./fields.js";
 import { count, rate, typed } from "./format.js";
 
 const GB = 1e9;
-const HITS = [["hit", "hit"], ["pending", "pending (being written)"], ["miss", "miss"]];
-const OBJECTIVES = [["ttft", "TTFT"], ["device_time", "device time"], ["blend", "blend of both"]];
+const HITS = [
+  ["hit", "hit"],
+  ["pending", "pending (being written)"],
+  ["miss", "miss"],
+];
+const OBJECTIVES = [
+  ["ttft", "TTFT"],
+  ["device_time", "device time"],
+  ["blend", "blend of both"],
+];
 const START = { prompt_tokens: 12_370, tokens: 12_368 };
 
 const number = { inputmode: "decimal" };
@@ -32,20 +40,49 @@ export class WhatIf {
     this.answer = new Answer();
     this.asked = 0;
     this.#build();
-    this.form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
     this.control("/deployment").addEventListener("change", () => this.#place());
     byId("hit-add").addEventListener("click", () => this.#addHit().querySelector("select").focus());
   }
 
   #build() {
     byId("f-request").append(
-      field({ pointer: "/prompt_tokens", label: "Prompt, tokens", value: count(START.prompt_tokens), required: true, ...whole }),
-      field({ pointer: "/resident_tokens", label: "Resident, tokens", hint: "Already in the device's KV.", placeholder: "0", ...whole }),
+      field({
+        pointer: "/prompt_tokens",
+        label: "Prompt, tokens",
+        value: count(START.prompt_tokens),
+        required: true,
+        ...whole,
+      }),
+      field({
+        pointer: "/resident_tokens",
+        label: "Resident, tokens",
+        hint: "Already in the device's KV.",
+        placeholder: "0",
+        ...whole,
+      }),
       field({ pointer: "/deployment", label: "Deployment", choices: [] }),
-      field({ pointer: "/executor", label: "Executor", choices: [["", "as deployed"], ["bulk", "bulk"], ["layered", "layered"], ["two_ended", "two-ended"]] }),
+      field({
+        pointer: "/executor",
+        label: "Executor",
+        choices: [
+          ["", "as deployed"],
+          ["bulk", "bulk"],
+          ["layered", "layered"],
+          ["two_ended", "two-ended"],
+        ],
+      }),
     );
     byId("f-state").append(
-      field({ pointer: "/state/device_busy_s", label: "Device busy, ms", hint: "Left empty: what the ledger holds.", ...number }),
+      field({
+        pointer: "/state/device_busy_s",
+        label: "Device busy, ms",
+        hint: "Left empty: what the ledger holds.",
+        ...number,
+      }),
       field({ pointer: "/state/queued_prefill_tokens", label: "Queued prefill, tokens", ...whole }),
       field({ pointer: "/state/num_requests_waiting", label: "Requests waiting", ...whole }),
       field({ pointer: "/state/num_requests_running", label: "Requests running", ...whole }),
@@ -53,7 +90,12 @@ export class WhatIf {
     byId("f-more").append(
       field({ pointer: "/objective", label: "Objective", choices: OBJECTIVES }),
       field({ pointer: "/ttft_slo_s", label: "TTFT objective, ms", ...number }),
-      field({ pointer: "/load_unit_tokens", label: "Load unit, tokens", hint: "Left empty: the deployment's.", ...whole }),
+      field({
+        pointer: "/load_unit_tokens",
+        label: "Load unit, tokens",
+        hint: "Left empty: the deployment's.",
+        ...whole,
+      }),
       field({ pointer: "/instance", label: "Instance" }),
       field({ pointer: "/node", label: "Node" }),
       field({ pointer: "/prefix_id", label: "Prefix id", hint: "An equal load in flight may be joined." }),
@@ -66,7 +108,10 @@ export class WhatIf {
 
   serve(deployments) {
     this.deployments = deployments;
-    options(this.control("/deployment"), deployments.map(({ name }) => [name, name]));
+    options(
+      this.control("/deployment"),
+      deployments.map(({ name }) => [name, name]),
+    );
     this.#place();
   }
 
@@ -79,27 +124,62 @@ export class WhatIf {
     this.placed = placed;
     this.tiers = Object.keys(tiers);
     const rows = [...byId("hits").children];
-    for (const row of rows) options(row.querySelector("select"), this.tiers.map((tier) => [tier, tier]));
+    for (const row of rows)
+      options(
+        row.querySelector("select"),
+        this.tiers.map((tier) => [tier, tier]),
+      );
     if (rows.length === 0 && this.tiers.length > 0) this.#addHit(count(START.tokens));
-    byId("f-links").replaceChildren(...Object.entries(links).map(([name, link]) => el("div", { class: "link-row" },
-      el("p", { class: "link-name", text: name }),
-      field({ pointer: `/state/links/${escaped(name)}/queued_bytes`, label: "Queued, GB", "data-link": name, ...number }),
-      field({ pointer: `/link_bytes_per_s/${escaped(name)}`, label: "Rate to suppose, GB/s", "data-link": name,
-              placeholder: rate(link.rate_bytes_per_s).replace(" GB/s", ""), ...number }))));
+    byId("f-links").replaceChildren(
+      ...Object.entries(links).map(([name, link]) =>
+        el(
+          "div",
+          { class: "link-row" },
+          el("p", { class: "link-name", text: name }),
+          field({
+            pointer: `/state/links/${escaped(name)}/queued_bytes`,
+            label: "Queued, GB",
+            "data-link": name,
+            ...number,
+          }),
+          field({
+            pointer: `/link_bytes_per_s/${escaped(name)}`,
+            label: "Rate to suppose, GB/s",
+            "data-link": name,
+            placeholder: rate(link.rate_bytes_per_s).replace(" GB/s", ""),
+            ...number,
+          }),
+        ),
+      ),
+    );
   }
 
   #addHit(tokens = "") {
     const taken = [...byId("hits").querySelectorAll("select[data-part=tier]")].map((select) => select.value);
-    const row = el("li", { class: "hit" },
+    const row = el(
+      "li",
+      { class: "hit" },
       field({ pointer: "tier", label: "Tier", choices: this.tiers.map((tier) => [tier, tier]), "data-part": "tier" }),
       field({ pointer: "tokens", label: "Stored, tokens", value: tokens, "data-part": "tokens", ...whole }),
       field({ pointer: "state", label: "State", choices: HITS, "data-part": "state" }),
-      field({ pointer: "state_checkpoints", label: "State checkpoints", placeholder: "none", "data-part": "state_checkpoints", ...whole }),
-      el("button", { type: "button", class: "quiet", text: "Remove", onclick: () => {
-        row.remove();
-        this.#number();
-        byId("hit-add").focus();
-      } }));
+      field({
+        pointer: "state_checkpoints",
+        label: "State checkpoints",
+        placeholder: "none",
+        "data-part": "state_checkpoints",
+        ...whole,
+      }),
+      el("button", {
+        type: "button",
+        class: "quiet",
+        text: "Remove",
+        onclick: () => {
+          row.remove();
+          this.#number();
+          byId("hit-add").focus();
+        },
+      }),
+    );
     byId("hits").append(row);
     const free = this.tiers.find((tier) => !taken.includes(tier));
     if (free !== undefined) row.querySelector("select").value = free;
@@ -130,7 +210,9 @@ export class WhatIf {
   body() {
     const text = (pointer) => this.control(pointer).value.trim();
     const body = { prompt_tokens: typed(text("/prompt_tokens")), deployment: text("/deployment"), hits: this.#hits() };
-    const put = (into, name, value) => { if (value !== "") into[name] = value; };
+    const put = (into, name, value) => {
+      if (value !== "") into[name] = value;
+    };
     for (const name of ["resident_tokens", "load_unit_tokens"]) put(body, name, typed(text(`/${name}`)));
     for (const name of ["executor", "objective", "instance", "node", "prefix_id"]) put(body, name, text(`/${name}`));
     put(body, "ttft_slo_s", scaled(text("/ttft_slo_s"), 1e-3));
@@ -155,7 +237,9 @@ export class WhatIf {
 
   /** Takes over a point of the chart and asks about it. */
   take(point) {
-    const set = (pointer, value) => { this.control(pointer).value = value; };
+    const set = (pointer, value) => {
+      this.control(pointer).value = value;
+    };
     set("/deployment", point.deployment);
     byId("hits").replaceChildren();
     this.#place();
@@ -183,7 +267,9 @@ export class WhatIf {
     this.#say("Asking …");
     let answer;
     try {
-      answer = await this.api.post("/v1/what-if", this.body(), (wait) => this.#say(`The service is busy; asking again in ${wait} s.`));
+      answer = await this.api.post("/v1/what-if", this.body(), (wait) =>
+        this.#say(`The service is busy; asking again in ${wait} s.`),
+      );
     } catch (error) {
       if (asked === this.asked) this.#refused(error);
       return;
@@ -197,7 +283,8 @@ export class WhatIf {
   }
 
   #refused(error) {
-    if (showError(this.form, error.pointer ?? null, error.message)) this.#say("Not answered: see the field marked.", true);
+    if (showError(this.form, error.pointer ?? null, error.message))
+      this.#say("Not answered: see the field marked.", true);
     else this.#say(`Not answered: ${error.message}`, true);
   }
 

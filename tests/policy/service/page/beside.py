@@ -25,9 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Request
 
 ARGUMENTS = [
     "--no-sandbox",
@@ -202,6 +204,9 @@ def cpu_s(process: int) -> float:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; raises `LookupError` where there is none."""
+    # Not needed, and slow to come in, in the processes that are clients.
+    from playwright.sync_api import sync_playwright
+
     path = os.environ.get("KVLANE_CHROMIUM") or shutil.which("chromium")
     if path is None:
         raise LookupError("no Chromium: install Debian's chromium, or name one in KVLANE_CHROMIUM")

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import re
 import subprocess
+from statistics import median
 
+import pytest
+
+SLOW = {
+    "name": "chat",
+    "model": "llama-3.1-8b",
+    "machine": "h100-sxm",
+    "links": {"pcie5-x16": {"rate": "5 GB/s"}},
+}
 DECIDE = {"prompt_tokens": 12370, "hits": [{"tier": "host", "tokens": 12368}], "deployment": "chat"}
+
+
+@pytest.fixture(scope="module")
+def served(start_server, write_toml, tmp_path_factory):
+    """A server whose loads take long enough to be seen in a queue."""
+    file = tmp_path_factory.mktemp("serve") / "serve.toml"
+    write_toml(file, {"deployments": [SLOW]})
+    running = start_server("--config", str(file))
+    yield running
+    assert running.stop() == 0
 
 
 def decide_and_tell(served, times: int, factor: float = 1.1) -> None:
@@ -24,32 +43,33 @@ def decide_and_tell(served, times: int, factor: float = 1.1) -> None:
         )
 
 
-def test_numbers_move_under_traffic(serve, visit):
-    served = serve({})
+def test_numbers_move_under_traffic(served, visit):
     seen = visit(served.port)
     seen.to_live()
-    assert seen.text("#l-total-load") == "0 in all"
+    loads = served.metric("kvlane_decisions_total", path="load")
+    recomputes = served.metric("kvlane_decisions_total", path="recompute")
+    assert seen.text("#l-total-load") == f"{loads:.0f} in all"
 
     decide_and_tell(served, 12)
-    seen.wait_for("#l-total-load", "12 in all")
+    seen.wait_for("#l-total-load", f"{loads + 12:.0f} in all")
     assert float(seen.text("#l-now-load")) > 0
-    seen.page.wait_for_function("() => document.querySelectorAll('#l-scores .dot.load').length === 12")
-    assert "Median error 9.1% over the last 12" in seen.text("#l-scores-readout")
+    scored = served.ask("GET", "/v1/live").body["requests"]
+    drawn = "(count) => document.querySelectorAll('#l-scores .dot.load').length === count"
+    seen.page.wait_for_function(drawn, arg=sum(each["path"] == "load" for each in scored))
+    error = median(abs(each["predicted_ttft_s"] / each["ttft_s"] - 1) for each in scored)
+    assert f"Median error {error:.1%} over the last {len(scored)}" in seen.text("#l-scores-readout")
     chart = seen.page.locator("#l-scores svg")
     assert "predicted against actual" in chart.get_attribute("aria-label").lower()
     line = seen.page.locator("#l-rates .line.load").get_attribute("d")
 
     served.decide(prompt_tokens=400, deployment="chat")
-    seen.wait_for("#l-total-recompute", "1 in all")
+    seen.wait_for("#l-total-recompute", f"{recomputes + 1:.0f} in all")
     assert seen.page.locator("#l-rates .line.load").get_attribute("d") != line
 
 
-def test_queues_calibrations_and_refusals_are_told(serve, visit):
-    slow = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}
-    served = serve({"deployments": [{**slow, "links": {"pcie5-x16": {"rate": "5 GB/s"}}}]})
+def test_queues_calibrations_and_refusals_are_told(served, visit):
     seen = visit(served.port)
     seen.to_live()
-    assert seen.page.locator("#l-refused-empty").is_visible()
     # Loads that take seconds, so that a queue is there to be seen.
     for pod in ("pod-1", "pod-2"):
         served.decide(
@@ -96,6 +116,7 @@ def test_what_an_empty_part_says_to_do_works_as_pasted(serve, visit):
     seen.to_live()
     assert seen.page.locator("#l-rates-empty").is_visible()
     assert seen.page.locator("#l-scores-empty").is_visible()
+    assert seen.page.locator("#l-refused-empty").is_visible()
     lines = seen.page.locator("#curl-observe").text_content()
     answered = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, timeout=30, check=True)
     assert '"accepted":1' in answered.stdout, answered
@@ -108,10 +129,10 @@ def test_what_an_empty_part_says_to_do_works_as_pasted(serve, visit):
     assert '"path":"load"' in answered.stdout
 
 
-def test_nothing_moves_while_numbers_do(server, visit):
-    decide_and_tell(server, 3)
-    made = server.metric("kvlane_decisions_total", path="load")
-    seen = visit(server.port)
+def test_nothing_moves_while_numbers_do(served, visit):
+    decide_and_tell(served, 3)
+    made = served.metric("kvlane_decisions_total", path="load")
+    seen = visit(served.port)
     seen.to_live()
     seen.wait_for("#l-total-load", f"{made:.0f} in all")
     seen.page.wait_for_function("() => document.querySelectorAll('#l-rates .line.load').length === 1")
@@ -119,9 +140,9 @@ def test_nothing_moves_while_numbers_do(server, visit):
         .map((each) => each.getBoundingClientRect()).map(({ x, y, width, height }) => [x, y, width, height])"""
     before, shifts = seen.page.evaluate(boxes), seen.page.evaluate("window.seen.shifts")
     for factor in (0.3, 1, 30):
-        decide_and_tell(server, 40, factor)
-        server.decide(prompt_tokens=40_000, deployment="chat")
-    server.observe(
+        decide_and_tell(served, 40, factor)
+        served.decide(prompt_tokens=40_000, deployment="chat")
+    served.observe(
         {
             "type": "prefill",
             "observation_id": "p",
@@ -132,7 +153,7 @@ def test_nothing_moves_while_numbers_do(server, visit):
         }
     )
     seen.wait_for("#l-total-load", f"{made + 120:.0f} in all")
-    seen.page.locator("#l-refused li").wait_for()
+    seen.wait_for("#l-refused", "2 tokens of other requests")
     assert seen.page.evaluate(boxes) == before
     assert seen.page.evaluate("window.seen.shifts") == shifts
 
@@ -147,8 +168,8 @@ def falls_silent(seen) -> bool:
     return False
 
 
-def test_it_asks_only_while_it_can_be_seen(server, visit):
-    seen = visit(server.port, height=500)
+def test_it_asks_only_while_it_can_be_seen(served, visit):
+    seen = visit(served.port, height=500)
     # A tab in the background: Chromium has no such thing without a screen, so that the page is told that it is.
     turn = """(hidden) => { Object.defineProperty(document, 'hidden', { configurable: true, value: hidden });
                             document.dispatchEvent(new Event('visibilitychange')); }"""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 TOKEN = "s3cret-of-the-fleet"
 
 
-def test_the_token_is_asked_for_refused_taken_and_kept_in_memory_only(serve, visit):
-    served = serve({}, environment={"KVLANE_TOKEN": TOKEN})
+@pytest.fixture(scope="module")
+def served(start_server):
+    arguments = (
+        "--model",
+        "llama-3.1-8b",
+        "--machine",
+        "h100-sxm",
+        "--name",
+        "chat",
+        "--listen",
+        "127.0.0.1:0",
+    )
+    running = start_server(*arguments, environment={"KVLANE_TOKEN": TOKEN})
+    yield running
+    assert running.stop() == 0
+
+
+def test_the_token_is_asked_for_refused_taken_and_kept_in_memory_only(served, visit):
     seen = visit(served.port, ready="")
     seen.expect("401")
     page = seen.page
@@ -46,8 +64,7 @@ def test_the_token_is_asked_for_refused_taken_and_kept_in_memory_only(serve, vis
     page.keyboard.press("Escape")
 
 
-def test_who_has_no_token_can_leave_the_question_and_take_it_up_again(serve, visit):
-    served = serve({}, environment={"KVLANE_TOKEN": TOKEN})
+def test_who_has_no_token_can_leave_the_question_and_take_it_up_again(served, visit):
     seen = visit(served.port, ready="")
     seen.expect("401")
     page = seen.page
