@@ -4,7 +4,7 @@
 const ANSWER_WITHIN_MS = 10_000;
 const TRIES_WHEN_BUSY = 4;
 const LONGEST_WAIT_S = 30;
-const PROBES_S = [1, 2, 4, 8, 15];
+const PROBES_S = [1, 1, 2, 4, 8, 15];
 // What a proxy says for a service that does not answer, or the service itself while it starts and stops.
 const GONE_STATUSES = new Set([502, 503, 504]);
 

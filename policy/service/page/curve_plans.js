@@ -8,6 +8,8 @@ import { decades, fromZero, linear, log, tokenTicks } from "./scales.js";
 export const PATHS = ["recompute", "load", "split"];
 // A break-even rate so many times the link's is out of the picture.
 const MOST_TIMES = 20;
+// About as wide as a letter of a label is.
+const LETTER_PX = 7.4;
 
 export const keyOf = (path) => `${path}_ttft_s`;
 export const shown = (value, format) => (value === null ? "–" : format(value));
@@ -50,14 +52,10 @@ export function timesPlan(answer, box) {
     labels,
     paint: (add) => {
       for (const at of crossing(answer, add, box, x.scale)) {
-        const end = at > (box.left + box.right) / 2;
-        labels.push({
-          x: at + (end ? -7 : 7),
-          y: box.top + 11,
-          end,
-          kind: "strong",
-          text: `crossover ${tokens(answer.crossover_tokens)}`,
-        });
+        const text = `crossover ${tokens(answer.crossover_tokens)}`;
+        // Beside the mark, or as near to it as the plot's end allows.
+        const left = Math.max(box.left + 4, Math.min(at + 7, box.right - text.length * LETTER_PX));
+        labels.push({ x: left, y: box.top + 11, kind: "strong", text });
       }
       for (const path of PATHS) {
         add(svg("path", { class: `line ${path}`, d: linePath(pixels(answer, answer[keyOf(path)], x.scale, y)) }));

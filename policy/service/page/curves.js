@@ -203,7 +203,7 @@ export class Curves {
 
   name(index) {
     this.cursor = this.answer.tokens[index];
-    say(byId("c-ask"), `Ask about a prefix of ${tokens(this.cursor)}`);
+    say(byId("c-ask"), `Ask about ${tokens(this.cursor)}`);
   }
 
   table() {

@@ -83,7 +83,7 @@ export class WhatIf {
         hint: "Left empty: what the ledger holds.",
         ...number,
       }),
-      field({ pointer: "/state/queued_prefill_tokens", label: "Queued prefill, tokens", ...whole }),
+      field({ pointer: "/state/queued_prefill_tokens", label: "Queued, tokens", ...whole }),
       field({ pointer: "/state/num_requests_waiting", label: "Requests waiting", ...whole }),
       field({ pointer: "/state/num_requests_running", label: "Requests running", ...whole }),
     );
@@ -144,7 +144,7 @@ export class WhatIf {
           }),
           field({
             pointer: `/link_bytes_per_s/${escaped(name)}`,
-            label: "Rate to suppose, GB/s",
+            label: "Suppose, GB/s",
             "data-link": name,
             placeholder: rate(link.rate_bytes_per_s).replace(" GB/s", ""),
             ...number,

@@ -27,7 +27,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_open_pages_cost_other_clients_little(server, beside):
     try:
         with beside.chromium() as browser:
-            found = beside.measure(server.port, server.process.pid, browser, rounds=3, seconds=0.7, pages=3)
+            found = beside.measure(server.port, server.process.pid, browser, rounds=2, seconds=0.7, pages=3)
     except LookupError as error:
         pytest.skip(str(error))
     print(found.text())
