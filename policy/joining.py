@@ -88,7 +88,7 @@ def _chains(
     ledger: Flying, request: Request, instance: str, prefix_id: str, now: float
 ) -> Iterator[tuple[Flights, bool]]:
     """What may be waited for: of each tier the load that brings most, and the loads that go on where others end, as
-    far as they go; and whether others in flight go on from there."""
+    far as they go, from the beginning and after every gap; and whether others in flight go on from there."""
     listed: list[tuple[str, InFlight]] = []
     every: list[Flights] = []
     for tier in request.hits:
@@ -106,7 +106,8 @@ def _chains(
         at = chain[-1][1].end if chain else max(request.resident_tokens, rest[0][1].start)
         onward = [each for each in rest if each[1].start <= at < each[1].end]
         if not onward:
-            break
+            chain = []  # a gap: what lies behind it is another chain
+            continue
         chain.append(max(onward, key=_ends))
         rest = [each for each in rest if each[1].end > chain[-1][1].end]
         if len(chain) > 1:
