@@ -133,7 +133,7 @@ def test_equal_requests_at_once_move_every_token_once(
     if executor != "two_ended" or len(stored) == 1:
         assert all(one[1] <= other[0] for one, other in pairwise(sorted(moved)))
         return
-    # A front computed while others load what follows leaves a gap, and who fills it may load what lies beyond once more:
-    # thirty requests were seen to move up to 2.3 times what they load, which without joining would be up to 30 times.
+    # A front computed while others load what follows leaves a gap, and who fills it may load what lies beyond once
+    # more: thirty requests were seen to move up to 2.3 times what they load; without joining it would be up to 30.
     distinct = set().union(*(range(start, end, 16) for start, end in moved))
     assert sum(end - start for start, end in moved) <= 3 * 16 * len(distinct)
