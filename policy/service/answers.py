@@ -169,7 +169,7 @@ class LinkAnswer(_Answer):
 
 
 class DeploymentAnswer(_Answer):
-    """One deployment as it is served."""
+    """One deployment as it is served. Loads of a `recurrent` model end where a state checkpoint is stored."""
 
     name: str
     aliases: list[str]
@@ -181,6 +181,7 @@ class DeploymentAnswer(_Answer):
     executor: Executor
     prefill_chunk_tokens: int | None
     load_unit_tokens: int
+    recurrent: bool
     tiers: dict[str, str]
     links: dict[str, LinkAnswer]
 

@@ -102,7 +102,7 @@ def test_a_bad_option_gives_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ("command",)),
+        ([], ("command", "`kvlane --help`")),
         (["deicde"], ("deicde",)),
         (["--colour"], ("--colour",)),
         ([*decide(), "--colour", "red"], ("--colour",)),

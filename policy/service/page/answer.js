@@ -106,6 +106,10 @@ export class Answer {
     this.chart = new Chart(byId("timeline"), byId("timeline-readout"), { left: 8, right: 12, top: 14, bottom: 44 });
   }
 
+  get shown() {
+    return !byId("answer").hidden;
+  }
+
   show(answer) {
     byId("answer").hidden = false;
     byId("answer-empty").hidden = true;
