@@ -2,6 +2,7 @@
 // what it refuses is said at the field.
 
 import { Answer } from "./answer.js";
+import { Gone } from "./api.js";
 import { byId, el, options, say } from "./dom.js";
 import { clearErrors, escaped, field, showError } from "./fields.js";
 import { count, rate, seconds, typed } from "./format.js";
@@ -113,7 +114,12 @@ export class WhatIf {
     return this.form.querySelector(`[data-pointer="${CSS.escape(pointer)}"]`);
   }
 
+  /** What is served; what was said before of another service, or of one that did not answer, holds no longer. */
   serve(deployments) {
+    const other = this.deployments && JSON.stringify(this.deployments) !== JSON.stringify(deployments);
+    if (this.answer.shown && other) this.#say("The service decides by something else since the answer.");
+    else if (this.unheard) this.#say("");
+    this.unheard = false;
     this.deployments = deployments;
     options(
       this.control("/deployment"),
@@ -303,6 +309,7 @@ export class WhatIf {
   }
 
   #refused(error) {
+    this.unheard = error instanceof Gone;
     if (showError(this.form, error.pointer ?? null, error.message))
       this.#say(`Not answered: see the field marked.${this.answer.shown ? ` ${BEFORE}` : ""}`, true);
     else this.#say(`Not answered: ${error.message}${this.answer.shown ? ` ${BEFORE}` : ""}`, true);

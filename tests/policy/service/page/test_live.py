@@ -217,6 +217,7 @@ def test_a_service_that_goes_is_said_to_be_gone_and_taken_up_again(serve, visit)
     seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
     # It is another one by now, which the page shows without being loaded anew.
     seen.wait_for("#serves", "anew")
+    assert seen.text("#ask-note") == ""
     again.decide(prompt_tokens=400)
     seen.to_live()
     seen.wait_for("#l-total-recompute", "1 in all")

@@ -271,3 +271,22 @@ def test_a_recurrent_model_is_asked_about_with_a_checkpoint(served, visit):
     answer = ask(seen)
     assert answer.request.post_data_json["hits"][0]["state_checkpoints"] == [12368]
     assert answer.json()["path"] == "load"
+
+
+def test_a_service_that_has_changed_is_told_beside_the_answer_of_before(serve, visit):
+    before = serve({"deployments": [{"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}]})
+    seen = visit(before.port)
+    seen.expect("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
+    ask(seen)
+    seen.wait_for("#answer-path", re.compile(r"\w"))
+    before.stop()
+    seen.page.locator("#ask-button").click()
+    seen.wait_for("#ask-note", "The service does not answer.")
+    serve(
+        {
+            "listen": f"127.0.0.1:{before.port}",
+            "deployments": [{"name": "anew", "model": "gemma-3-27b", "machine": "h100-sxm"}],
+        }
+    )
+    seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
+    seen.wait_for("#ask-note", "The service decides by something else since the answer.")
