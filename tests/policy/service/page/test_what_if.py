@@ -290,3 +290,25 @@ def test_a_service_that_has_changed_is_told_beside_the_answer_of_before(serve, v
     )
     seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
     seen.wait_for("#ask-note", "The service decides by something else since the answer.")
+
+
+def test_what_comes_with_a_load_in_flight_is_told(served, visit):
+    seen = visit(served.port)
+    put(seen, "/prompt_tokens", "131,072")
+    put(seen, "/hits/0/tokens", "131,056")
+    put(seen, "/instance", "pod-joined")
+    put(seen, "/prefix_id", "shared")
+    # Several seconds of loads on its link before the one to join.
+    for prefix in ("one", "two", "three", "four", "shared"):
+        served.decide(
+            deployment="chat",
+            prompt_tokens=131_072,
+            hits=[{"tier": "host", "tokens": 131_056}],
+            instance="pod-joined",
+            prefix_id=prefix,
+            reserve=True,
+        )
+    answer = ask(seen).json()
+    assert answer["joined"]
+    seen.wait_for("#answer-path", f"{answer['joined_tokens']:,} tokens come with a load in flight")
+    assert f"{answer['joined_tokens']} of the tokens join a load in flight" in seen.text("#answer-reason")
