@@ -245,8 +245,9 @@ class LiveDeployment(_Answer):
 
 
 class LiveLink(_Answer):
-    """All links of that name and scope: what is booked on them together, and the longest queue of any one. With
-    `left_alone` loads over one of them keep failing, so that none is decided."""
+    """All links of that name and scope: `queued_bytes` are booked on them together; `queued_s` holds what was reported
+    in a `state` as well, and `longest_s` is the longest queue of any one. With `left_alone` loads over one of them keep
+    failing, so that none is decided."""
 
     link: str
     scope: Scope

@@ -149,7 +149,10 @@ export class Live {
   }
 
   #calibrations(made, reservations) {
-    say(byId("l-reservations"), `${count(reservations)} ${reservations === 1 ? "reservation" : "reservations"} held`);
+    say(
+      byId("l-reservations"),
+      `${count(reservations)} ${reservations === 1 ? "reservation" : "reservations"} held. A queue holds what is booked and what was reported.`,
+    );
     byId("l-profile").hidden = made.every(({ calibration }) => calibration.source !== "profile");
     byId("l-calibrations").replaceChildren(
       ...made.map(({ name, calibration }) =>
