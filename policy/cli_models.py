@@ -69,7 +69,8 @@ def _list(as_json: bool) -> None:
         beyond = f" beyond the windows of {windows} layers" if windows else ""
         static = f" + {show_bytes(row['static_bytes'])} of state" if row["static_bytes"] else ""
         print(
-            f"{row['name']:28} {row['layers']:3} layers  {row['bytes_per_token']:>9,.0f} bytes of KV per token{beyond}{static}"
+            f"{row['name']:28} {row['layers']:3} layers  {row['bytes_per_token']:>9,.0f} bytes of KV per token"
+            f"{beyond}{static}"
             f"  {show_bytes(row['weight_bytes']):>8} of {row['weight_dtype']} weights  {row['huggingface'][0]}"
         )
 
