@@ -273,7 +273,10 @@ def _guarded(call: Callable[[], Any], name: str) -> int:
         if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
             raise
         # click's usage errors, by their shape: typer may carry its own copy of click.
-        print(f"{name}: {' '.join(str(error.format_message()).split())}", file=sys.stderr)
+        words = " ".join(str(error.format_message()).split())
+        if words == "Missing command.":
+            words = f"command: is missing (expected one that `{name} --help` lists)"
+        print(f"{name}: {words}", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
 

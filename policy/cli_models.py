@@ -56,6 +56,7 @@ def _list(as_json: bool) -> None:
                 "layers": len(spec.layers),
                 "bytes_per_token": spec.kv_bytes_per_token(),
                 "static_bytes": spec.state_bytes(),
+                "windowed_layers": sum(layer.window is not None for layer in spec.layers),
                 "weight_bytes": spec.layer_weight_bytes,
                 "weight_dtype": spec.weight_dtype,
             }
@@ -64,9 +65,12 @@ def _list(as_json: bool) -> None:
         print(_json(rows))
         return
     for row in rows:
+        windows = row["windowed_layers"]
+        beyond = f" beyond the windows of {windows} layers" if windows else ""
         static = f" + {show_bytes(row['static_bytes'])} of state" if row["static_bytes"] else ""
         print(
-            f"{row['name']:28} {row['layers']:3} layers  {row['bytes_per_token']:>9,.0f} bytes of KV per token{static}"
+            f"{row['name']:28} {row['layers']:3} layers  {row['bytes_per_token']:>9,.0f} bytes of KV per token"
+            f"{beyond}{static}"
             f"  {show_bytes(row['weight_bytes']):>8} of {row['weight_dtype']} weights  {row['huggingface'][0]}"
         )
 

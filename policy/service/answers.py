@@ -169,7 +169,7 @@ class LinkAnswer(_Answer):
 
 
 class DeploymentAnswer(_Answer):
-    """One deployment as it is served."""
+    """One deployment as it is served. Loads of a `recurrent` model end where a state checkpoint is stored."""
 
     name: str
     aliases: list[str]
@@ -181,6 +181,7 @@ class DeploymentAnswer(_Answer):
     executor: Executor
     prefill_chunk_tokens: int | None
     load_unit_tokens: int
+    recurrent: bool
     tiers: dict[str, str]
     links: dict[str, LinkAnswer]
 
@@ -244,8 +245,9 @@ class LiveDeployment(_Answer):
 
 
 class LiveLink(_Answer):
-    """All links of that name and scope: what is booked on them together, and the longest queue of any one. With
-    `left_alone` loads over one of them keep failing, so that none is decided."""
+    """All links of that name and scope: `queued_bytes` are booked on them together; `queued_s` holds what was reported
+    in a `state` as well, and `longest_s` is the longest queue of any one. With `left_alone` loads over one of them keep
+    failing, so that none is decided."""
 
     link: str
     scope: Scope

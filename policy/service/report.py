@@ -81,6 +81,7 @@ def _deployment(deployment: Deployment) -> DeploymentAnswer:
         executor=deployment.executor,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         load_unit_tokens=settings.load_unit_tokens,
+        recurrent=planner.model.recurrent,
         tiers={tier.name: tier.link for tier in told.machine.tiers.values()},
         links={
             name: LinkAnswer(deployment.scopes[name], link.rate_bytes_per_s, link.source)

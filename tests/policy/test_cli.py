@@ -102,7 +102,7 @@ def test_a_bad_option_gives_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ("command",)),
+        ([], ("command", "`kvlane --help`")),
         (["deicde"], ("deicde",)),
         (["--colour"], ("--colour",)),
         ([*decide(), "--colour", "red"], ("--colour",)),
@@ -210,7 +210,9 @@ def test_models_are_listed_with_what_they_weigh(kvlane: Kvlane) -> None:
     lines = run.stdout.splitlines()
     assert [line.split()[0] for line in lines] == model_names()
     (llama,) = (line for line in lines if line.startswith("llama-3.1-8b"))
-    assert "131,072" in llama
+    assert "131,072 bytes of KV per token  " in llama
+    (mistral,) = (line for line in lines if line.split()[0] == "mistral-7b")
+    assert " 0 bytes of KV per token beyond the windows of 32 layers" in mistral
     assert "32 layers" in llama
     assert "bf16" in llama
 

@@ -74,7 +74,7 @@ function card(path, answer, longest) {
 function headline(answer) {
   const from = [...new Set(answer.load.map((segment) => segment.tier))].join(" and ");
   if (answer.path === "recompute") return `Recompute ${tokens(answer.recompute_tokens)}`;
-  const joined = answer.joined ? ", joining an equal load in flight" : "";
+  const joined = answer.joined ? `; ${tokens(answer.joined_tokens)} come with a load in flight` : "";
   const rest = `${tokens(answer.recompute_tokens)} recomputed`;
   return `${TITLES[answer.path]}: ${tokens(answer.load_tokens)} from ${from}, ${rest}${joined}`;
 }
@@ -104,6 +104,10 @@ function facts(answer) {
 export class Answer {
   constructor() {
     this.chart = new Chart(byId("timeline"), byId("timeline-readout"), { left: 8, right: 12, top: 14, bottom: 44 });
+  }
+
+  get shown() {
+    return !byId("answer").hidden;
   }
 
   show(answer) {

@@ -59,7 +59,7 @@ export class Api extends EventTarget {
     for (let tries = 1; ; tries += 1) {
       const token = this.#token;
       const answer = await this.#send(method, path, body, token);
-      if (answer.ok) return answer.json();
+      if (answer.ok) return this.#read(answer);
       const problem = new Problem(answer.status, await fieldsOf(answer));
       if (answer.status === 401) {
         await this.#newToken(token);
@@ -98,6 +98,16 @@ export class Api extends EventTarget {
     }
     this.heardAt = performance.now();
     return answer;
+  }
+
+  /** The body; one that ends early is the end of the service too. */
+  async #read(answer) {
+    try {
+      return await answer.json();
+    } catch {
+      this.#lost();
+      throw new Gone("The service does not answer.");
+    }
   }
 
   /** One question for all calls that were refused; a call refused with an older token just tries the newer one. */

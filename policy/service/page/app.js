@@ -2,11 +2,13 @@
 
 import { Api, NoToken } from "./api.js";
 import { Curves } from "./curves.js";
-import { byId, say } from "./dom.js";
+import { byId, el, say } from "./dom.js";
 import { age } from "./format.js";
 import { Live } from "./live.js";
 import { askToken } from "./token.js";
 import { WhatIf } from "./whatif.js";
+
+const MOST_NAMES = 12;
 
 const api = new Api(askToken);
 const whatIf = new WhatIf(api);
@@ -21,11 +23,7 @@ async function start() {
   starting = true;
   try {
     const { deployments } = await api.get("/v1/deployments");
-    const names = deployments.map(({ name }) => name).join(", ");
-    say(
-      byId("serves"),
-      `${deployments.length === 1 ? "Serves" : `Serves ${deployments.length} deployments:`} ${names}`,
-    );
+    byId("serves").replaceChildren(...served(deployments));
     byId("start-error").hidden = true;
     for (const section of [curves, whatIf, live]) section.serve(deployments);
   } catch (error) {
@@ -36,6 +34,18 @@ async function start() {
   } finally {
     starting = false;
   }
+}
+
+/** "Serves 2 deployments: chat, large"; names run in their own direction, and turn nothing else around. */
+function served(deployments) {
+  const some = deployments.length > MOST_NAMES ? deployments.slice(0, MOST_NAMES) : deployments;
+  const names = some.flatMap(({ name }, index) => [index === 0 ? " " : ", ", el("bdi", { text: name })]);
+  const left = deployments.length - some.length;
+  return [
+    deployments.length === 1 ? "Serves" : `Serves ${deployments.length} deployments:`,
+    ...names,
+    left > 0 ? ` and ${left} more` : "",
+  ];
 }
 
 byId("start-again").addEventListener("click", start);

@@ -25,7 +25,9 @@ const pixels = (answer, values, x, y) =>
   values.map((value, index) => (value === null ? null : [x.at(answer.tokens[index]), y.at(value)]));
 
 function crossing(answer, add, box, x) {
-  if (answer.crossover_tokens === null || answer.crossover_tokens > x.high) return [];
+  if (answer.crossover_tokens === null) return [];
+  // One that lies beyond is told at the edge, by an arrow.
+  if (answer.crossover_tokens > x.high) return [box.right];
   const at = x.at(answer.crossover_tokens);
   add(svg("line", { class: "mark", x1: at, x2: at, y1: box.top, y2: box.bottom }));
   return [at];
@@ -52,7 +54,8 @@ export function timesPlan(answer, box) {
     labels,
     paint: (add) => {
       for (const at of crossing(answer, add, box, x.scale)) {
-        const text = `crossover ${tokens(answer.crossover_tokens)}`;
+        const beyond = answer.crossover_tokens > x.scale.high;
+        const text = `crossover ${tokens(answer.crossover_tokens)}${beyond ? " →" : ""}`;
         // Beside the mark, or as near to it as the plot's end allows.
         const left = Math.max(box.left + 4, Math.min(at + 7, box.right - text.length * LETTER_PX));
         labels.push({ x: left, y: box.top + 11, kind: "strong", text });
@@ -111,7 +114,8 @@ export function ratesPlan(answer, box) {
     },
     stops: answer.tokens.map(x.scale.at),
     read: (index) =>
-      `${tokens(answer.tokens[index])}: breaks even at ${shown(answer.break_even_bytes_per_s[index], rate)}, ` +
+      `${tokens(answer.tokens[index])}: breaks even at ` +
+      `${answer.break_even_bytes_per_s[index] === null ? "no rate" : rate(answer.break_even_bytes_per_s[index])}, ` +
       `the link has ${rate(own)}`,
     points: () => [],
   };

@@ -4,6 +4,7 @@ import { Newest } from "./api.js";
 import { Chart } from "./chart.js";
 import { PATHS, keyOf, ratesPlan, shown, timesPlan } from "./curve_plans.js";
 import { byId, el, options, say } from "./dom.js";
+import { plain } from "./fields.js";
 import { bytes, count, rate, seconds, tokens, typed } from "./format.js";
 
 const START_TOKENS = 12_368;
@@ -173,7 +174,8 @@ export class Curves {
   fail(error) {
     const suffix = error.pointer === "/suffix_tokens";
     byId("c-suffix").setAttribute("aria-invalid", String(suffix));
-    this.note(suffix ? `Suffix, tokens: ${error.message}` : error.message, true);
+    const before = this.answer === null ? "" : " The charts show what was asked before.";
+    this.note(`${suffix ? `Suffix, tokens: ${plain(error.message)}` : sentence(error.message)}${before}`, true);
     this.settled();
   }
 
@@ -182,7 +184,8 @@ export class Curves {
     byId("c-suffix").removeAttribute("aria-invalid");
     const { crossover_tokens: crossover, crossover_note: why, tier, link } = answer;
     say(byId("c-crossover"), crossover === null ? "none" : tokens(crossover));
-    this.note(`${sentence(why)} Loading from ${tier} over ${link}, ${words(answer.executor)} executor.`);
+    const state = this.deployment?.recurrent ? " A state checkpoint is taken to be stored where the prefix ends." : "";
+    this.note(`${sentence(why)} Loading from ${tier} over ${link}, ${words(answer.executor)} executor.${state}`);
     const index = nearest(answer.tokens, this.cursor);
     this.times.index = index;
     this.rates.index = index;

@@ -21,7 +21,10 @@ export class Example {
     const [{ name, tiers }] = deployments;
     const [tier] = Object.keys(tiers);
     const asked = { deployment: name, prompt_tokens: 12370, hits: tier === undefined ? [] : [{ tier, tokens: 12368 }] };
-    const token = this.api.hasToken ? ` -H "authorization: Bearer $KVLANE_TOKEN"` : "";
+    const bearer = (token) => (this.api.hasToken ? ` -H "authorization: Bearer ${token}"` : "");
+    const token = bearer("$KVLANE_TOKEN");
+    // To observe may take a token of its own.
+    const observing = bearer("${KVLANE_OBSERVE_TOKEN:-$KVLANE_TOKEN}");
     const ask = `curl -s ${location.origin}/v1/decide${token} ${JSON_TYPE} -d ${quoted(JSON.stringify(asked))}`;
     say(byId("curl-decide"), ask);
     say(
@@ -29,7 +32,7 @@ export class Example {
       [
         `a=$(${ask})`,
         `f() { printf %s "$a" | grep -oE "\\"$1\\":\\"?[^\\",}]+" | head -n 1 | sed -E 's/.*:"?//'; }`,
-        `curl -s ${location.origin}/v1/observe${token} ${JSON_TYPE} -d '[{"type": "request", "ttft_s": 0.06,`,
+        `curl -s ${location.origin}/v1/observe${observing} ${JSON_TYPE} -d '[{"type": "request", "ttft_s": 0.06,`,
         `  "observation_id": "'$(f decision_id)'", "decision_id": "'$(f decision_id)'",`,
         `  "path_taken": "'$(f path)'", "loaded_tokens": '$(f load_tokens)'}]'`,
       ].join("\n"),

@@ -38,6 +38,23 @@ export function controlAt(form, pointer) {
   );
 }
 
+const KINDS = { int: "a whole number", float: "a number", str: "text" };
+const BOUNDS = { ">=": "of at least", "<=": "of at most", ">": "above", "<": "below" };
+const bound = new Intl.NumberFormat("en-US", { maximumFractionDigits: 6 });
+
+/** A refusal of a type in words for people; bounds in the field's unit, which is `by` of the request's. */
+export function plain(text, by = 1) {
+  const kind = /^Expected `(int|float|str)(?: \| null)?`(?:, got `[^`]+`| (of length )?([<>]=?) ([\d.e+-]+))?$/.exec(text);
+  if (kind === null) return text;
+  const [, type, length, sign, limit] = kind;
+  if (sign === undefined) return `Expected ${KINDS[type]}.`;
+  if (length) return `Expected text ${BOUNDS[sign]} ${bound.format(limit)} characters.`;
+  const value = Number(limit) / by;
+  // Nobody types a billionth.
+  const near = sign === ">=" && value > 0 && value < 1e-6;
+  return `Expected ${KINDS[type]} ${near ? "above 0" : `${BOUNDS[sign]} ${bound.format(value)}`}.`;
+}
+
 /** Takes away what was said to be wrong before. */
 export function clearErrors(form) {
   for (const control of controls(form)) {
@@ -57,7 +74,8 @@ export function showError(form, pointer, text) {
   const id = `${control.id}-error`;
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-describedby", `${id} ${control.dataset.described}`.trim());
-  control.closest(".field").append(el("p", { class: "error", id, text }));
+  const told = plain(text, Number(control.dataset.by ?? 1));
+  control.closest(".field").append(el("p", { class: "error", id, text: told }));
   // A field in a part that is folded away cannot be gone to.
   for (let part = control.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
   control.focus();

@@ -149,7 +149,10 @@ export class Live {
   }
 
   #calibrations(made, reservations) {
-    say(byId("l-reservations"), `${count(reservations)} ${reservations === 1 ? "reservation" : "reservations"} held`);
+    say(
+      byId("l-reservations"),
+      `${count(reservations)} ${reservations === 1 ? "reservation" : "reservations"} held. A queue holds what is booked and what was reported.`,
+    );
     byId("l-profile").hidden = made.every(({ calibration }) => calibration.source !== "profile");
     byId("l-calibrations").replaceChildren(
       ...made.map(({ name, calibration }) =>
@@ -167,8 +170,17 @@ export class Live {
 
   #refused(refused, now) {
     byId("l-refused-empty").hidden = refused.length > 0;
+    const newestFirst = [...refused].reverse();
+    // Built anew only where it changed, so that a reason can be selected; ages go on.
+    const told = JSON.stringify(newestFirst);
+    if (told === this.toldRefused) {
+      const times = byId("l-refused").querySelectorAll("time");
+      newestFirst.forEach((each, place) => say(times[place], `${age(now - each.at_s)} ago`));
+      return;
+    }
+    this.toldRefused = told;
     byId("l-refused").replaceChildren(
-      ...[...refused].reverse().map((each) =>
+      ...newestFirst.map((each) =>
         el(
           "li",
           {},
@@ -180,10 +192,13 @@ export class Live {
               title: clock(each.at_s),
               text: `${age(now - each.at_s)} ago`,
             }),
-            el("span", {
-              class: "where",
-              text: `${each.deployment ?? "no deployment"}, record ${each.index}, ${each.field}`,
-            }),
+            el(
+              "span",
+              { class: "where" },
+              each.deployment === null ? "unknown deployment" : el("bdi", { text: each.deployment }),
+              `, record ${each.index}, `,
+              el("bdi", { text: each.field }),
+            ),
           ),
           el("p", { class: "why", text: each.reason }),
         ),

@@ -2,11 +2,13 @@
 // what it refuses is said at the field.
 
 import { Answer } from "./answer.js";
+import { Gone } from "./api.js";
 import { byId, el, options, say } from "./dom.js";
 import { clearErrors, escaped, field, showError } from "./fields.js";
-import { count, rate, typed } from "./format.js";
+import { count, rate, seconds, typed } from "./format.js";
 
 const GB = 1e9;
+const MS = 1e-3;
 const HITS = [
   ["hit", "hit"],
   ["pending", "pending (being written)"],
@@ -18,6 +20,8 @@ const OBJECTIVES = [
   ["blend", "blend of both"],
 ];
 const START = { prompt_tokens: 12_370, tokens: 12_368 };
+
+const BEFORE = "The answer shown is of the request before.";
 
 const number = { inputmode: "decimal" };
 const whole = { inputmode: "numeric" };
@@ -43,6 +47,9 @@ export class WhatIf {
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.submit();
+    });
+    this.form.addEventListener("input", () => {
+      if (this.answer.shown) this.#say("Changed since the answer.");
     });
     this.control("/deployment").addEventListener("change", () => this.#place());
     byId("hit-add").addEventListener("click", () => this.#addHit().querySelector("select").focus());
@@ -81,6 +88,7 @@ export class WhatIf {
         pointer: "/state/device_busy_s",
         label: "Device busy, ms",
         hint: "Left empty: what the ledger holds.",
+        "data-by": MS,
         ...number,
       }),
       field({ pointer: "/state/queued_prefill_tokens", label: "Queued, tokens", ...whole }),
@@ -89,7 +97,7 @@ export class WhatIf {
     );
     byId("f-more").append(
       field({ pointer: "/objective", label: "Objective", choices: OBJECTIVES }),
-      field({ pointer: "/ttft_slo_s", label: "TTFT objective, ms", ...number }),
+      field({ pointer: "/ttft_slo_s", label: "TTFT objective, ms", "data-by": MS, ...number }),
       field({
         pointer: "/load_unit_tokens",
         label: "Load unit, tokens",
@@ -106,7 +114,12 @@ export class WhatIf {
     return this.form.querySelector(`[data-pointer="${CSS.escape(pointer)}"]`);
   }
 
+  /** What is served; what was said before of another service, or of one that did not answer, holds no longer. */
   serve(deployments) {
+    const other = this.deployments && JSON.stringify(this.deployments) !== JSON.stringify(deployments);
+    if (this.answer.shown && other) this.#say("The service decides by something else since the answer.");
+    else if (this.unheard) this.#say("");
+    this.unheard = false;
     this.deployments = deployments;
     options(
       this.control("/deployment"),
@@ -117,12 +130,13 @@ export class WhatIf {
 
   /** Tiers and links of the deployment chosen, and one row of hits to begin with. */
   #place() {
-    const { tiers, links } = this.deployments.find(({ name }) => name === this.control("/deployment").value);
+    const { tiers, links, recurrent } = this.deployments.find(({ name }) => name === this.control("/deployment").value);
     // What was typed stays where there is nothing else to type it for.
-    const placed = JSON.stringify([tiers, links]);
+    const placed = JSON.stringify([tiers, links, recurrent]);
     if (placed === this.placed && byId("hits").childElementCount > 0) return;
     this.placed = placed;
     this.tiers = Object.keys(tiers);
+    this.recurrent = recurrent;
     const rows = [...byId("hits").children];
     for (const row of rows)
       options(
@@ -130,6 +144,7 @@ export class WhatIf {
         this.tiers.map((tier) => [tier, tier]),
       );
     if (rows.length === 0 && this.tiers.length > 0) this.#addHit(count(START.tokens));
+    for (const row of rows) this.#checkpoints(row);
     byId("f-links").replaceChildren(
       ...Object.entries(links).map(([name, link]) =>
         el(
@@ -139,12 +154,14 @@ export class WhatIf {
           field({
             pointer: `/state/links/${escaped(name)}/queued_bytes`,
             label: "Queued, GB",
+            "data-by": GB,
             "data-link": name,
             ...number,
           }),
           field({
             pointer: `/link_bytes_per_s/${escaped(name)}`,
             label: "Suppose, GB/s",
+            "data-by": GB,
             "data-link": name,
             placeholder: rate(link.rate_bytes_per_s).replace(" GB/s", ""),
             ...number,
@@ -184,7 +201,15 @@ export class WhatIf {
     const free = this.tiers.find((tier) => !taken.includes(tier));
     if (free !== undefined) row.querySelector("select").value = free;
     this.#number();
+    this.#checkpoints(row);
     return row;
+  }
+
+  /** Only loads of a recurrent model need a checkpoint: where nothing else is said, there is one at the end. */
+  #checkpoints(row) {
+    const control = row.querySelector("[data-part=state_checkpoints]");
+    control.closest(".field").hidden = !this.recurrent;
+    if (this.recurrent && control.value === "") control.value = row.querySelector("[data-part=tokens]").value;
   }
 
   #number() {
@@ -201,7 +226,7 @@ export class WhatIf {
       const part = (name) => row.querySelector(`[data-part=${name}]`).value.trim();
       const hit = { tier: part("tier"), tokens: several(part("tokens")), state: part("state") };
       const checkpoints = part("state_checkpoints");
-      if (checkpoints !== "") hit.state_checkpoints = checkpoints.split(";").map((each) => typed(each));
+      if (this.recurrent && checkpoints !== "") hit.state_checkpoints = checkpoints.split(";").map((each) => typed(each));
       return hit;
     });
   }
@@ -215,9 +240,9 @@ export class WhatIf {
     };
     for (const name of ["resident_tokens", "load_unit_tokens"]) put(body, name, typed(text(`/${name}`)));
     for (const name of ["executor", "objective", "instance", "node", "prefix_id"]) put(body, name, text(`/${name}`));
-    put(body, "ttft_slo_s", scaled(text("/ttft_slo_s"), 1e-3));
+    put(body, "ttft_slo_s", scaled(text("/ttft_slo_s"), MS));
     const state = {};
-    put(state, "device_busy_s", scaled(text("/state/device_busy_s"), 1e-3));
+    put(state, "device_busy_s", scaled(text("/state/device_busy_s"), MS));
     for (const name of ["queued_prefill_tokens", "num_requests_waiting", "num_requests_running"]) {
       put(state, name, typed(text(`/state/${name}`)));
     }
@@ -248,6 +273,7 @@ export class WhatIf {
     set("/resident_tokens", point.resident_tokens ? count(point.resident_tokens) : "");
     set("/hits/0/tier", point.tier);
     set("/hits/0/tokens", count(point.tokens));
+    set("/hits/0/state_checkpoints", this.recurrent ? count(point.tokens) : "");
     set("/state/device_busy_s", String(Number((point.device_busy_s * 1e3).toPrecision(6))));
     set("/state/queued_prefill_tokens", "");
     for (const control of byId("f-links").querySelectorAll("[data-link]")) {
@@ -268,7 +294,7 @@ export class WhatIf {
     let answer;
     try {
       answer = await this.api.post("/v1/what-if", this.body(), (wait) =>
-        this.#say(`The service is busy; asking again in ${wait} s.`),
+        this.#say(`The service is busy; asking again in ${seconds(wait)}.`),
       );
     } catch (error) {
       if (asked === this.asked) this.#refused(error);
@@ -283,9 +309,10 @@ export class WhatIf {
   }
 
   #refused(error) {
+    this.unheard = error instanceof Gone;
     if (showError(this.form, error.pointer ?? null, error.message))
-      this.#say("Not answered: see the field marked.", true);
-    else this.#say(`Not answered: ${error.message}`, true);
+      this.#say(`Not answered: see the field marked.${this.answer.shown ? ` ${BEFORE}` : ""}`, true);
+    else this.#say(`Not answered: ${error.message}${this.answer.shown ? ` ${BEFORE}` : ""}`, true);
   }
 
   #say(text, wrong = false) {

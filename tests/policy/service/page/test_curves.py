@@ -16,6 +16,7 @@ CONFIG = {
             "links": {"pcie5-x16": {"rate": "5 GB/s"}},
         },
         {"name": "profile", "model": "llama-3.1-8b", "machine": "h100-sxm", "executor": "layered"},
+        {"name": "hybrid", "model": "nemotron-3-nano-30b-a3b", "machine": "h100-sxm", "executor": "layered"},
     ]
 }
 
@@ -245,7 +246,9 @@ def test_a_suffix_that_is_none_is_said_beside_the_chart_that_stays(served, visit
     before = line.get_attribute("d")
     suffix = seen.page.locator("#c-suffix")
     suffix.fill("few")
-    seen.wait_for("#c-note", "Suffix, tokens: Expected `int`")
+    seen.wait_for(
+        "#c-note", "Suffix, tokens: Expected a whole number. The charts show what was asked before."
+    )
     assert suffix.get_attribute("aria-invalid") == "true"
     assert suffix.get_attribute("aria-describedby") == "c-note"
     assert line.get_attribute("d") == before
@@ -254,3 +257,29 @@ def test_a_suffix_that_is_none_is_said_beside_the_chart_that_stays(served, visit
     assert suffix.get_attribute("aria-invalid") is None
     assert "600 tokens after the prefix" in seen.text("#c-note")
     assert line.get_attribute("d") != before
+
+
+def test_a_crossover_beyond_the_chart_is_told_at_its_edge(served, visit):
+    seen = visit(served.port)
+    shown(seen)
+    seen.page.locator("#c-longest").select_option("1024")
+    seen.slide("#c-queue", 80)
+    shown(seen)
+    crossover = tokens(seen.text("#c-crossover"))
+    assert crossover > 1024
+    assert seen.page.locator("#c-times .mark").count() == 0
+    assert seen.page.locator("#c-times .words.strong").text_content() == f"crossover {crossover:,} tokens →"
+
+
+def test_what_a_recurrent_models_chart_says_is_what_is_answered_about_its_point(served, visit):
+    seen = visit(served.port)
+    shown(seen)
+    seen.page.locator("#c-deployment").select_option("hybrid")
+    seen.wait_for("#c-note", "A state checkpoint is taken to be stored where the prefix ends.")
+    shown(seen)
+    told = re.search(r"load ([\d.]+ ms)", seen.text("#c-readout"))
+    assert told
+    with seen.page.expect_response("**/v1/what-if") as answered:
+        seen.page.locator("#c-ask").click()
+    answer = answered.value.json()
+    assert f"{answer['estimates']['load']['ttft_s'] * 1e3:.1f} ms" == told[1]

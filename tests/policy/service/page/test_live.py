@@ -17,6 +17,15 @@ SLOW = {
 DECIDE = {"prompt_tokens": 12370, "hits": [{"tier": "host", "tokens": 12368}], "deployment": "chat"}
 
 
+UNKNOWN = {
+    "type": "request",
+    "decision_id": "never-made",
+    "path_taken": "recompute",
+    "loaded_tokens": 0,
+    "ttft_s": 0.1,
+}
+
+
 @pytest.fixture(scope="module")
 def served(start_server, write_toml, tmp_path_factory):
     """A server whose loads take long enough to be seen in a queue."""
@@ -208,7 +217,62 @@ def test_a_service_that_goes_is_said_to_be_gone_and_taken_up_again(serve, visit)
     seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
     # It is another one by now, which the page shows without being loaded anew.
     seen.wait_for("#serves", "anew")
+    assert seen.text("#ask-note") == ""
     again.decide(prompt_tokens=400)
     seen.to_live()
     seen.wait_for("#l-total-recompute", "1 in all")
     assert seen.page.locator("#c-deployment").input_value() == "anew"
+
+
+def test_an_answer_that_ends_early_is_no_end_of_asking(serve, visit):
+    served = serve({})
+    seen = visit(served.port)
+    seen.to_live()
+    cut = {"left": 1}
+
+    def once(route):
+        if cut["left"]:
+            cut["left"] -= 1
+            route.fulfill(status=200, content_type="application/json", body='{"at_s": 17')
+        else:
+            route.continue_()
+
+    seen.page.route("**/v1/live", once)
+    seen.wait_for("#gone", "The service does not answer;")
+    seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
+    served.decide(prompt_tokens=400)
+    seen.wait_for("#l-total-recompute", "1 in all")
+
+
+def test_a_refused_observation_can_be_read_at_leisure(serve, visit):
+    served = serve({})
+    served.observe(UNKNOWN | {"observation_id": "one"})
+    seen = visit(served.port)
+    seen.to_live()
+    seen.wait_for("#l-refused", "no such decision")
+    seen.page.evaluate("document.querySelector('#l-refused li').dataset.same = 'yes'")
+    ago = seen.text("#l-refused time")
+    seen.page.wait_for_function(
+        "(ago) => document.querySelector('#l-refused time').textContent !== ago", arg=ago
+    )
+    assert seen.page.locator("#l-refused li[data-same]").count() == 1
+    served.observe(UNKNOWN | {"observation_id": "two"})
+    seen.page.locator("#l-refused li").nth(1).wait_for()
+
+
+def test_a_name_that_runs_the_other_way_turns_nothing_else_around(serve, visit):
+    model = {"model": "llama-3.1-8b", "machine": "h100-sxm"}
+    served = serve({"deployments": [{"name": "\u202eever", **model}, {"name": "chat", **model}]})
+    seen = visit(served.port)
+    assert seen.page.locator("#serves bdi").all_text_contents() == ["\u202eever", "chat"]
+    left = [
+        box["x"] for box in (each.bounding_box() for each in seen.page.locator("#serves bdi").all()) if box
+    ]
+    assert left == sorted(left)
+    # Within its own name the second reads as ever: its first letter is its leftmost.
+    assert seen.page.evaluate(
+        """() => { const text = document.querySelectorAll("#serves bdi")[1].firstChild;
+            const at = (index) => { const range = document.createRange(); range.setStart(text, index);
+                range.setEnd(text, index + 1); return range.getBoundingClientRect().left; };
+            return at(0) < at(3); }"""
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 
 import pytest
 
@@ -102,3 +104,22 @@ def test_a_token_that_was_changed_is_asked_for_anew(serve, visit, tmp_path):
     page.keyboard.type("second")
     page.keyboard.press("Enter")
     seen.wait_for("#answer-path", re.compile(r"\w"))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one token", "a token to observe"])
+def test_what_an_empty_part_says_to_do_works_with_tokens_too(serve, visit, own):
+    tokens = {"KVLANE_TOKEN": TOKEN} | ({"KVLANE_OBSERVE_TOKEN": "an-0ther"} if own else {})
+    served = serve({}, environment=tokens)
+    seen = visit(served.port, ready="")
+    seen.expect("401")
+    seen.page.locator("#token").fill(TOKEN)
+    seen.page.keyboard.press("Enter")
+    seen.wait_for("#serves", "chat")
+    seen.to_live()
+    lines = seen.page.locator("#curl-observe").text_content()
+    assert all(token not in lines for token in tokens.values())
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVLANE_")}
+    answered = subprocess.run(
+        ["bash", "-c", lines], capture_output=True, text=True, timeout=30, check=True, env=clean | tokens
+    )
+    assert '"accepted":1' in answered.stdout, answered

@@ -12,6 +12,7 @@ CONFIG = {
     "deployments": [
         {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm", "executor": "layered"},
         {"name": HOSTILE, "model": "llama-3.1-8b", "machine": "h100-sxm"},
+        {"name": "hybrid", "model": "nemotron-3-nano-30b-a3b", "machine": "h100-sxm", "executor": "layered"},
     ]
 }
 
@@ -95,17 +96,20 @@ def test_the_timeline_is_drawn_as_it_was_answered(served, visit):
     assert f"{timeline['ttft_s'] * 1e3:.1f} ms" in seen.text("#timeline-readout")
 
 
+# With the words for it: those about a type are for people and in the field's unit, others the service's own.
 WRONG = [
-    ("/prompt_tokens", "0"),
-    ("/prompt_tokens", "many"),
-    ("/prompt_tokens", ""),
-    ("/resident_tokens", "-1"),
-    ("/hits/0/tokens", "99,999"),
-    ("/load_unit_tokens", "1.5"),
-    ("/ttft_slo_s", "-20"),
-    ("/state/device_busy_s", "long"),
-    ("/state/links/pcie5-x16/queued_bytes", "-1"),
-    ("/link_bytes_per_s/pcie5-x16", "0"),
+    ("/prompt_tokens", "0", "Expected a whole number of at least 1."),
+    ("/prompt_tokens", "many", "Expected a whole number."),
+    ("/prompt_tokens", "", "Expected a whole number."),
+    ("/prompt_tokens", "99,999,999", "Expected a whole number of at most 16,777,216."),
+    ("/resident_tokens", "-1", "Expected a whole number of at least 0."),
+    ("/hits/0/tokens", "99,999", None),
+    ("/load_unit_tokens", "1.5", "Expected a whole number."),
+    ("/ttft_slo_s", "-20", "Expected a number above 0."),
+    ("/state/device_busy_s", "long", "Expected a number."),
+    ("/state/links/pcie5-x16/queued_bytes", "-1", "Expected a number of at least 0."),
+    ("/link_bytes_per_s/pcie5-x16", "0", "Expected a number above 0."),
+    ("/instance", "x" * 201, "Expected text of at most 200 characters."),
 ]
 
 
@@ -113,14 +117,14 @@ def test_what_is_wrong_is_said_at_its_field(served, visit):
     seen = visit(served.port)
     seen.expect("422")
     error = seen.page.locator("#ask-form .error")
-    for pointer, text in WRONG:
+    for pointer, text, words in WRONG:
         field = seen.page.locator(f'[data-pointer="{pointer}"]')
         right = field.input_value()
         put(seen, pointer, text)
         refused = ask(seen).json()
         error.wait_for()
         assert error.count() == 1
-        assert refused["detail"] in error.inner_text()
+        assert error.inner_text() == (refused["detail"] if words is None else words)
         assert field.get_attribute("aria-invalid") == "true"
         assert error.get_attribute("id") in field.get_attribute("aria-describedby").split()
         assert field.evaluate("(each) => each === document.activeElement && each.offsetParent !== null")
@@ -239,3 +243,72 @@ def test_a_hostile_name_is_only_ever_text(served, visit):
     row.wait_for()
     assert HOSTILE in seen.text("#serves")
     assert page.locator("img").count() == 0
+
+
+def test_an_answer_that_is_not_of_what_stands_in_the_form_is_said_to_be_none(served, visit):
+    seen = visit(served.port)
+    seen.expect("422")
+    put(seen, "/prompt_tokens", "none")
+    ask(seen)
+    seen.wait_for("#ask-note", re.compile(r"^Not answered: see the field marked\.$"))
+    put(seen, "/prompt_tokens", "12,370")
+    ask(seen)
+    seen.wait_for("#answer-path", re.compile(r"\w"))
+    assert seen.text("#ask-note") == ""
+    put(seen, "/prompt_tokens", "none")
+    assert seen.text("#ask-note") == "Changed since the answer."
+    ask(seen)
+    seen.wait_for("#ask-note", "The answer shown is of the request before.")
+
+
+def test_a_recurrent_model_is_asked_about_with_a_checkpoint(served, visit):
+    seen = visit(served.port)
+    checkpoints = seen.page.locator('[data-pointer="/hits/0/state_checkpoints"]')
+    assert not checkpoints.is_visible()
+    assert "state_checkpoints" not in ask(seen).request.post_data_json["hits"][0]
+    seen.page.locator('[data-pointer="/deployment"]').select_option("hybrid")
+    assert checkpoints.input_value() == "12,368"
+    answer = ask(seen)
+    assert answer.request.post_data_json["hits"][0]["state_checkpoints"] == [12368]
+    assert answer.json()["path"] == "load"
+
+
+def test_a_service_that_has_changed_is_told_beside_the_answer_of_before(serve, visit):
+    before = serve({"deployments": [{"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}]})
+    seen = visit(before.port)
+    seen.expect("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
+    ask(seen)
+    seen.wait_for("#answer-path", re.compile(r"\w"))
+    before.stop()
+    seen.page.locator("#ask-button").click()
+    seen.wait_for("#ask-note", "The service does not answer.")
+    serve(
+        {
+            "listen": f"127.0.0.1:{before.port}",
+            "deployments": [{"name": "anew", "model": "gemma-3-27b", "machine": "h100-sxm"}],
+        }
+    )
+    seen.page.locator("#gone").wait_for(state="hidden", timeout=20_000)
+    seen.wait_for("#ask-note", "The service decides by something else since the answer.")
+
+
+def test_what_comes_with_a_load_in_flight_is_told(served, visit):
+    seen = visit(served.port)
+    put(seen, "/prompt_tokens", "131,072")
+    put(seen, "/hits/0/tokens", "131,056")
+    put(seen, "/instance", "pod-joined")
+    put(seen, "/prefix_id", "shared")
+    # Several seconds of loads on its link before the one to join.
+    for prefix in ("one", "two", "three", "four", "shared"):
+        served.decide(
+            deployment="chat",
+            prompt_tokens=131_072,
+            hits=[{"tier": "host", "tokens": 131_056}],
+            instance="pod-joined",
+            prefix_id=prefix,
+            reserve=True,
+        )
+    answer = ask(seen).json()
+    assert answer["joined"]
+    seen.wait_for("#answer-path", f"{answer['joined_tokens']:,} tokens come with a load in flight")
+    assert f"{answer['joined_tokens']} of the tokens join a load in flight" in seen.text("#answer-reason")
