@@ -358,7 +358,8 @@ class Desk:
         instance, node = named.instance or deployment.name, named.node
         key = deployment.name, instance, node
         found = self._spots.get(key)
-        if found is None:
+        # What was asked before a reload, and is weighed in turns, goes on with the deployment of that time.
+        if found is None or found.told is not deployment.told:
             if len(self._spots) >= _MOST_SPOTS:
                 self._spots.clear()
             cells = self.cells.deployment(deployment.name)

@@ -192,6 +192,24 @@ def test_a_head_passes_only_the_gate_it_has_passed() -> None:
     run(test)
 
 
+def test_a_head_that_passed_the_gate_before_is_not_known_to_the_one_after() -> None:
+    """A token is exchanged while a request that has the old one is still coming in: that one is answered, no more."""
+
+    async def test(talk: Talk) -> None:
+        service = talk.endpoint.service
+        service.gate = Gate("old")
+        known = post(GOOD, "Authorization: Bearer old")
+        talk.writer.write(known[:-10])
+        while not talk.endpoint._in_flight:
+            await asyncio.sleep(0)
+        service.gate = Gate("new")
+        assert (await talk.ask(known[-10:]))[0] == 200
+        assert (await talk.ask(known))[0] == 401
+        assert talk.at_once == [False]
+
+    run(test)
+
+
 def test_when_it_drains_the_connection_is_closed_after_the_answer() -> None:
     async def test(talk: Talk) -> None:
         for _ in range(2):
