@@ -53,7 +53,8 @@ class Heads:
 
 
 class Reply(web.StreamResponse):
-    """An answer known as a whole: its head and body leave in one write. A body of None is no content at all."""
+    """An answer known as a whole: its head and body leave in one write. A body of None is no content at all, and of
+    one for HEAD only the length is told."""
 
     # Neither headers nor a status line are negotiated, so that nothing of the base's state is used.
     def __init__(
@@ -78,6 +79,9 @@ class Reply(web.StreamResponse):
         body = self._content
         if body is None:
             transport.write(b"".join((self._head, self._extra, end)))
+        elif request.method == "HEAD":
+            # Whoever asks so reads no body, and would take one for the next answer.
+            transport.write(b"".join((self._head, b"%d" % len(body), self._extra, end)))
         else:
             transport.write(b"".join((self._head, b"%d" % len(body), self._extra, end, body)))
 
