@@ -226,7 +226,7 @@ class Desk:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
         if made is not None and made.request_id is not None:
-            self.promises.forget(made.request_id)
+            self.promises.withdraw(made.request_id, decision_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
 
     def left_alone(self, now: float) -> list[LinkKey]:
