@@ -193,7 +193,12 @@ class Desk:
         decision_id = f"{self._stem}{next(self._numbers):x}"
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
-            self.ledger.reserve(decision_id, best.booking, now)
+            try:
+                self.ledger.reserve(decision_id, best.booking, now)
+            except InputError as error:
+                raise ProblemError(
+                    "invalid_value", f"cannot be booked: {error.field} {error.problem}", "/reserve"
+                ) from None
         expires_in_s = lifetime_s if asked.reserve else None
         answer = decision(best.gist, best.spot.whom, decision_id, expires_in_s, ranked)
         self._remember(decision_id, deployment, best, asked.request_id, now)
