@@ -77,9 +77,7 @@ def test_a_models_prefill_in_chunks_is_the_sum_of_its_passes(
 ) -> None:
     new = min(new, 60 * chunk)
     cost = priced(model)
-    whole = sum(
-        cost.pass_s(resident + begin, min(chunk, new - begin)) for begin in range(0, new, chunk)
-    )
+    whole = sum(cost.pass_s(resident + begin, min(chunk, new - begin)) for begin in range(0, new, chunk))
     assert cost.prefill_s(resident, new, chunk) == pytest.approx(whole, rel=1e-9)
 
 

@@ -250,7 +250,6 @@ class TestConsistency:
         after = json.loads(service.desk.decide(request(prompt_tokens=1000, candidates=spots)))
         assert after["ttft_s"] > told[0]["ttft_s"]
 
-
     def test_a_reload_meanwhile_is_for_those_who_ask_next(self, service: Service, clock: Clock) -> None:
         """What one deployment was is not taken for what another of its name is: not its tiers, not who shares links."""
         spots = [{"instance": f"i{number}", "node": "n", "hits": SMALL["hits"]} for number in range(4)]
@@ -265,6 +264,7 @@ class TestConsistency:
         assert [(key.link, key.scope) for key in service.desk.ledger.links(clock.now)] == [
             ("nvlink-c2c", "node")
         ]
+
 
 @pytest.mark.usefixtures("short_turns")
 class TestRequestIds:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -68,11 +68,9 @@ class Both:
                     received.extend(part)
 
         reading = asyncio.create_task(read())
-        asked = 0
-        for raw, cuts, waits in [*talk, (LAST, [], True)]:
-            asked += 1
+        for asked, (raw, cuts, waits) in enumerate([*talk, (LAST, [], True)], start=1):
             edges = [0, *sorted(cut % len(raw) for cut in cuts), len(raw)]
-            for low, high in zip(edges, edges[1:], strict=False):
+            for low, high in pairwise(edges):
                 if reading.done():
                     break
                 writer.write(raw[low:high])
@@ -132,18 +130,23 @@ good = st.builds(
         ]
     ),
 )
-bodies = good | good | good | st.sampled_from(
-    [
-        b'{"prompt_tokens":\r\n\r\n1000}',
-        b"\r\n\r\n" + b'{"prompt_tokens": 10}',
-        b'{"prompt_tokens": 1000',
-        b"",
-        b'{"prompt_tokens": 1e308}',
-        b"\xff\xfe",
-        b"[" * 3000,
-        LAST,
-        b"POST /v1/decide HTTP/1.1\r\n\r\n",
-    ]
+bodies = (
+    good
+    | good
+    | good
+    | st.sampled_from(
+        [
+            b'{"prompt_tokens":\r\n\r\n1000}',
+            b"\r\n\r\n" + b'{"prompt_tokens": 10}',
+            b'{"prompt_tokens": 1000',
+            b"",
+            b'{"prompt_tokens": 1e308}',
+            b"\xff\xfe",
+            b"[" * 3000,
+            LAST,
+            b"POST /v1/decide HTTP/1.1\r\n\r\n",
+        ]
+    )
 )
 # Heads with which the connection goes on, and heads with which it may not.
 usual = st.builds(
@@ -184,10 +187,19 @@ targets = st.sampled_from(
         "DELETE /v1/decisions/none HTTP/1.1",
     ]
 )
-odd = st.builds(lambda body, head, header, more: raw(body, head, header, more=more), bodies, targets, headers, st.sampled_from([0, 0, 0, 1, -1]))
-gets = st.sampled_from([b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"])
+odd = st.builds(
+    lambda body, head, header, more: raw(body, head, header, more=more),
+    bodies,
+    targets,
+    headers,
+    st.sampled_from([0, 0, 0, 1, -1]),
+)
+gets = st.sampled_from(
+    [b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a.b\r\n\r\n"]
+)
 # Most come whole and one after the other, for else nothing is answered at once.
-whole = st.tuples(usual, st.just([]), st.just(True))
+nowhere = st.builds(list[int])
+whole = st.tuples(usual, nowhere, st.just(True))
 cut = st.tuples(usual | odd | gets, st.lists(st.integers(0, 500), max_size=2), st.booleans())
 steps = st.one_of([whole] * 5 + [cut])
 
