@@ -91,7 +91,7 @@ class Reply(web.StreamResponse):
         transport = self._asked.transport
         if transport is not None and transport.get_write_buffer_size() > _LARGE_BUFFER:
             await self._asked.writer.drain()
-        elif self._stays:
+        if self._stays:
             cast(Connection, self._asked.protocol).is_answered()
 
 
