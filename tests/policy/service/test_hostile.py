@@ -7,11 +7,13 @@ import http.client
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -410,3 +412,32 @@ def test_good_clients_are_served_as_before_beside_bad_ones(serve: Callable[..., 
     # One core serves all of them here: a good one waits for the bad one before it, never for a deadline of it.
     assert statistics.median(during) < 20 * statistics.median(before) + 0.005
     assert served.ask("GET", "/readyz").status == 200
+
+
+def test_a_token_that_was_exchanged_passes_nobody_however_often_it_did(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    served = serve({"token_file": file})
+
+    def ask(connection: socket.socket, token: str) -> bytes:
+        connection.sendall(post(json.dumps(GOOD).encode(), f"Authorization: Bearer {token}"))
+        return connection.recv(65536)[9:12]
+
+    with (
+        socket.create_connection(("127.0.0.1", served.port), timeout=10) as one,
+        socket.create_connection(("127.0.0.1", served.port), timeout=10) as other,
+    ):
+        assert [ask(one, "old") for _ in range(5)] == [b"200"] * 5
+        assert [ask(other, token) for token in ("none", "old", "olf", "old")] == [
+            b"401",
+            b"200",
+            b"401",
+            b"200",
+        ]
+        file.write_text("new")
+        served.process.send_signal(signal.SIGHUP)
+        served.wait_for_log("reloaded")
+        assert [ask(one, token) for token in ("old", "new", "new", "old")] == [b"401", b"200", b"200", b"401"]
+        assert [ask(other, token) for token in ("old", "new")] == [b"401", b"200"]
