@@ -212,6 +212,8 @@ class Server(web.Server):
             handler,
             access_log=None,
             auto_decompress=False,
+            # Nobody is left to read what a client was answered that has gone: long work for it is not gone on with.
+            handler_cancellation=True,
             keepalive_timeout=limits.idle_s,
             lingering_time=_LINGER_S,
             max_line_size=limits.header_bytes,

@@ -414,6 +414,25 @@ def test_good_clients_are_served_as_before_beside_bad_ones(serve: Callable[..., 
     assert served.ask("GET", "/readyz").status == 200
 
 
+def test_nothing_is_worked_on_for_those_who_have_gone(serve: Callable[..., Any]) -> None:
+    """As many long decisions as may wait, each of which takes seconds, by clients that do not wait for them."""
+    served = serve({"deployments": [{"name": "chat", "model": "gemma-3-27b", "machine": "h100-sxm"}]})
+    tiers = ("host", "nvme", "remote")
+    spots = [
+        # Each another, so that none is known from the one before.
+        {"instance": f"i{at}", "hits": [{"tier": tier, "tokens": 500_000 + 16 * at} for tier in tiers]}
+        for at in range(256)
+    ]
+    for at in range(80):
+        raw = post(json.dumps({"prompt_tokens": 1_000_000 + at, "candidates": spots}).encode())
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+            connection.sendall(raw)
+    few = [{"instance": f"i{at}"} for at in range(17)]
+    answer = served.ask("POST", "/v1/decide", {"prompt_tokens": 1000, "candidates": few})
+    assert answer.status == 200
+    assert not [line for line in served.log[1:] if "rror" in line]
+
+
 def test_a_token_that_was_exchanged_passes_nobody_however_often_it_did(
     serve: Callable[..., Any], tmp_path: Path
 ) -> None:
