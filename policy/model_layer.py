@@ -70,6 +70,14 @@ class Latent:
     value: int
     compute: LatentCompute = "cheaper"
 
+    def up_flop(self, heads: int) -> float:
+        """FLOP of up-projecting one row of the prefix to all heads."""
+        return 2.0 * self.rank * heads * (self.nope + self.value)
+
+    def absorbed_flop(self, heads: int) -> float:
+        """FLOP per attended pair on the rows themselves."""
+        return 2.0 * heads * (2 * self.rank + self.rotary)
+
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
@@ -222,9 +230,8 @@ class LayerSpec:
         flop = self.flop_per_pair * pairs
         latent = self.latent
         if latent is not None:
-            prefix = 2.0 * latent.rank * self.heads * (latent.nope + latent.value) * resident
-            expanded = flop + prefix
-            absorbed = 2.0 * self.heads * (2 * latent.rank + latent.rotary) * pairs
+            expanded = flop + latent.up_flop(self.heads) * resident
+            absorbed = latent.absorbed_flop(self.heads) * pairs
             flop = {
                 "cheaper": min(expanded, absorbed),
                 "expanded": expanded,

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvlane.policy.chunks import attention_flop_of_chunks, moved_tokens_of_chunks
 from kvlane.policy.machine import Machine, PrefillEfficiency
 from kvlane.policy.model import KvFormat, LayerSpec, ModelSpec, attention_pairs, bytes_per_element
 from kvlane.policy.pass_rates import PassRates
@@ -255,6 +256,17 @@ class _LayerPrice:
             + self.row_s * layer.moved_tokens(resident + new)
         )
 
+    def chunks_s(self, resident: int, chunk: int, count: int) -> float:
+        """Seconds of the layer in `count` passes of `chunk` tokens each, the first after `resident` cached ones."""
+        layer = self.layer
+        each = self.fixed_s + self.token_s * chunk
+        each += layer.weight_bytes(self.weight_element_bytes, chunk) * self.weight_byte_s
+        return (
+            count * each
+            + attention_flop_of_chunks(layer, resident, chunk, count) / self.attention_flops
+            + self.row_s * moved_tokens_of_chunks(layer, resident, chunk, count)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LayerwisePrefill(PrefillCost):
@@ -285,9 +297,9 @@ class LayerwisePrefill(PrefillCost):
 
     def prefill_s(self, resident: int, new: int, chunk_tokens: int | None = None) -> float:
         """Seconds of all passes when the engine prefills at most `chunk_tokens` a pass (None: all in one)."""
-        total = 0.0
-        while new > 0:
-            now = new if chunk_tokens is None else min(chunk_tokens, new)
-            total += self.pass_s(resident, now)
-            resident, new = resident + now, new - now
-        return total
+        if chunk_tokens is None or new <= chunk_tokens:
+            return self.pass_s(resident, new)
+        count, rest = divmod(new, chunk_tokens)
+        each = [price.chunks_s(resident, chunk_tokens, count) for price in self.prices]
+        total = count * self.pass_overhead_s + sum(each[kind] for kind in self.order)
+        return total + self.pass_s(resident + count * chunk_tokens, rest)

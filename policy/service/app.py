@@ -199,9 +199,9 @@ class Endpoint:
         connection = cast(Connection, request.protocol)
         answer: bytes | None
         passed = False
+        gate = self.service.gate
         self._in_flight += 1
         try:
-            gate = self.service.gate
             gate.check_host(request)
             route = self._routes.get((request.method, request.raw_path))
             if route is None:
@@ -247,8 +247,9 @@ class Endpoint:
             connection.heard_at = None
         stays = self._stays(request)
         head = connection.head(body) if stays else None
-        if head is not None and passed:
-            self._known.learn(head, request, self.service.gate)
+        # Where the gate was changed while the body came or candidates were weighed, it passed the one before.
+        if head is not None and passed and gate is self.service.gate:
+            self._known.learn(head, request, gate)
         return Reply(self._heads.head(status, content_type), answer, extra, keep_alive=stays)
 
     def at_once(self, data: bytes) -> bytes | None:

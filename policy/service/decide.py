@@ -193,7 +193,12 @@ class Desk:
         decision_id = f"{self._stem}{next(self._numbers):x}"
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
-            self.ledger.reserve(decision_id, best.booking, now)
+            try:
+                self.ledger.reserve(decision_id, best.booking, now)
+            except InputError as error:
+                raise ProblemError(
+                    "invalid_value", f"cannot be booked: {error.field} {error.problem}", "/reserve"
+                ) from None
         expires_in_s = lifetime_s if asked.reserve else None
         answer = decision(best.gist, best.spot.whom, decision_id, expires_in_s, ranked)
         self._remember(decision_id, deployment, best, asked.request_id, now)
@@ -226,7 +231,7 @@ class Desk:
         """Ends what a decision booked; False when there is no such decision (any more)."""
         made = self.made.pop(decision_id, None)
         if made is not None and made.request_id is not None:
-            self.promises.forget(made.request_id)
+            self.promises.withdraw(made.request_id, decision_id)
         return self.ledger.release(decision_id, monotonic()) or made is not None
 
     def left_alone(self, now: float) -> list[LinkKey]:
@@ -358,7 +363,8 @@ class Desk:
         instance, node = named.instance or deployment.name, named.node
         key = deployment.name, instance, node
         found = self._spots.get(key)
-        if found is None:
+        # What was asked before a reload, and is weighed in turns, goes on with the deployment of that time.
+        if found is None or found.told is not deployment.told:
             if len(self._spots) >= _MOST_SPOTS:
                 self._spots.clear()
             cells = self.cells.deployment(deployment.name)

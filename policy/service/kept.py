@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import blake2b
 from itertools import islice
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Promised(msgspec.Struct, frozen=True, array_like=True):
     """An answer promised to a request id for `left_s` from when it was kept; `digest` stands for the body."""
 
     request_id: str
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
     left_s: float
     answer: msgspec.Raw
 

@@ -69,8 +69,6 @@ class Pages:
         if _known(request.headers.get("If-None-Match", ""), found.tag):
             return Reply(heads.head(304, found.content_type), None, found.extra, keep_alive=keep_alive)
         head = heads.head(200, found.content_type)
-        if request.method == "HEAD":
-            return Reply(head + b"%d" % len(found.content), None, found.extra, keep_alive=keep_alive)
         return Reply(head, found.content, found.extra, keep_alive=keep_alive)
 
 

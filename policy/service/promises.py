@@ -85,6 +85,12 @@ class Promises:
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
             self._bytes -= len(self._kept.popitem(last=False)[1].answer)
 
+    def withdraw(self, request_id: str, decision_id: str) -> None:
+        """Frees the id, if it was that decision that was promised: the id may have been used again since."""
+        known = self._kept.get(request_id)
+        if known is not None and b'"decision_id":"%b"' % decision_id.encode() in known.answer:
+            self.forget(request_id)
+
     def forget(self, request_id: str) -> None:
         """Frees the id."""
         known = self._kept.pop(request_id, None)

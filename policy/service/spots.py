@@ -12,12 +12,13 @@ from kvlane.policy.service.metrics import DeploymentCells
 class Spot:
     """One instance of a deployment: its place in the ledger, its name in answers, its links, what is counted of it."""
 
-    __slots__ = ("_links", "_of_tier", "cells", "place", "whom")
+    __slots__ = ("_links", "_of_tier", "cells", "place", "told", "whom")
 
     def __init__(
         self, deployment: Deployment, instance: str, node: str | None, cells: DeploymentCells
     ) -> None:
         self.cells = cells
+        self.told = deployment.told
         self.place = Place(instance, node, deployment.scopes)
         self.whom = whose(deployment.name, instance)
         self._of_tier = {name: tier.link for name, tier in deployment.told.machine.tiers.items()}

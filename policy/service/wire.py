@@ -53,7 +53,8 @@ class Heads:
 
 
 class Reply(web.StreamResponse):
-    """An answer known as a whole: its head and body leave in one write. A body of None is no content at all."""
+    """An answer known as a whole: its head and body leave in one write. A body of None is no content at all, and of
+    one for HEAD only the length is told."""
 
     # Neither headers nor a status line are negotiated, so that nothing of the base's state is used.
     def __init__(
@@ -78,6 +79,9 @@ class Reply(web.StreamResponse):
         body = self._content
         if body is None:
             transport.write(b"".join((self._head, self._extra, end)))
+        elif request.method == "HEAD":
+            # Whoever asks so reads no body, and would take one for the next answer.
+            transport.write(b"".join((self._head, b"%d" % len(body), self._extra, end)))
         else:
             transport.write(b"".join((self._head, b"%d" % len(body), self._extra, end, body)))
 
@@ -87,7 +91,7 @@ class Reply(web.StreamResponse):
         transport = self._asked.transport
         if transport is not None and transport.get_write_buffer_size() > _LARGE_BUFFER:
             await self._asked.writer.drain()
-        elif self._stays:
+        if self._stays:
             cast(Connection, self._asked.protocol).is_answered()
 
 
@@ -208,6 +212,8 @@ class Server(web.Server):
             handler,
             access_log=None,
             auto_decompress=False,
+            # Nobody is left to read what a client was answered that has gone: long work for it is not gone on with.
+            handler_cancellation=True,
             keepalive_timeout=limits.idle_s,
             lingering_time=_LINGER_S,
             max_line_size=limits.header_bytes,

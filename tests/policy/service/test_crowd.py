@@ -250,6 +250,21 @@ class TestConsistency:
         after = json.loads(service.desk.decide(request(prompt_tokens=1000, candidates=spots)))
         assert after["ttft_s"] > told[0]["ttft_s"]
 
+    def test_a_reload_meanwhile_is_for_those_who_ask_next(self, service: Service, clock: Clock) -> None:
+        """What one deployment was is not taken for what another of its name is: not its tiers, not who shares links."""
+        spots = [{"instance": f"i{number}", "node": "n", "hits": SMALL["hits"]} for number in range(4)]
+        turns = service.desk.turns(request(prompt_tokens=1000, candidates=spots))
+        next(turns)
+        links = {"nvlink-c2c": {"scope": "node"}}
+        other = {"name": "chat", "model": "llama-3.1-8b", "machine": "gh200", "links": links}
+        service.reload(from_fields({"deployments": [other]}))
+        assert json.loads(finish(turns))["candidates"]
+        booked = request(**SMALL, instance="i3", node="n", reserve=True)
+        service.desk.decide(booked)
+        assert [(key.link, key.scope) for key in service.desk.ledger.links(clock.now)] == [
+            ("nvlink-c2c", "node")
+        ]
+
 
 @pytest.mark.usefixtures("short_turns")
 class TestRequestIds:

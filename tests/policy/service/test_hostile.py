@@ -7,12 +7,14 @@ import http.client
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -84,6 +86,20 @@ def test_pipelined_requests_are_answered_in_order(server: Any) -> None:
     answer = talk(server.port, post(body) * 40 + last)
     assert answer.count(b"HTTP/1.1 200 OK") == 41
     assert answer.endswith(b'{"status":"ok"}')
+
+
+def test_who_asks_for_a_head_gets_no_body_that_could_be_taken_for_the_next_answer(server: Any) -> None:
+    asked = [
+        b"%b HTTP/1.1\r\nHost: localhost\r\n" % line
+        for line in (b"HEAD /healthz", b"HEAD /", b"GET /healthz")
+    ]
+    answer = talk(server.port, b"\r\n".join(asked) + b"Connection: close\r\n\r\n")
+    refused, page, last = answer.split(b"HTTP/1.1 ")[1:]
+    assert refused.startswith(b"405 ")
+    assert page.startswith(b"200 ")
+    assert refused.endswith(b"\r\n\r\n")
+    assert page.endswith(b"\r\n\r\n")
+    assert last.endswith(b'{"status":"ok"}')
 
 
 def test_who_waits_to_be_asked_for_the_body_is_asked(server: Any) -> None:
@@ -249,11 +265,24 @@ def many_candidates(choose: random.Random) -> bytes:
     return json.dumps({**asked, "request_id": f"r{choose.randrange(20)}"}).encode()
 
 
+def suppositions(choose: random.Random) -> tuple[bytes, bytes]:
+    """What takes longest to suppose or to draw, and where it is asked."""
+    tokens = choose.choice([1, 1_000_000, 1 << 24])
+    hits = [{"tier": tier, "tokens": tokens} for tier in ("host", "nvme", "remote")]
+    rates = {"pcie5-x16": choose.choice([1, 1e9, 1e15, 1e308])}
+    if choose.random() < 0.5:
+        return b"/v1/what-if", json.dumps(
+            {"prompt_tokens": tokens, "hits": hits, "link_bytes_per_s": rates}
+        ).encode()
+    return b"/v1/curves", json.dumps({"longest_tokens": choose.choice([64, 1 << 20]), "points": 128}).encode()
+
+
 class Bad:
-    """A client that does everything wrong, and the 5xx it got for it."""
+    """A client that does everything wrong; the 5xx it got for it, and the answers that were not its requests'."""
 
     def __init__(self, port: int, seed: int) -> None:
         self.served_errors: list[bytes] = []
+        self.mixed_up: list[tuple[str, bytes]] = []
         self.sent = 0
         self._port, self._choose = port, random.Random(seed)
         self._stop = threading.Event()
@@ -267,6 +296,9 @@ class Bad:
             self._slow,
             self._oversized,
             self._rude,
+            self._in_bursts,
+            self._in_bursts,
+            self._supposing,
         ]
         while not self._stop.is_set():
             with contextlib.suppress(OSError):
@@ -305,9 +337,43 @@ class Bad:
             # Gone, with a reset, before the answer.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
+    def _supposing(self) -> None:
+        path, body = suppositions(self._choose)
+        raw = post(body, "Connection: close").replace(b"/v1/decide", path, 1)
+        self._note(talk(self._port, raw, timeout=5))
+
+    def _in_bursts(self) -> None:
+        """Some requests at once on a connection that stays, cut anywhere: each must be given its own answer."""
+        with socket.create_connection(("127.0.0.1", self._port), timeout=10) as connection:
+            answers = connection.makefile("rb")
+            for _ in range(20):
+                names = [
+                    f"{self._choose.getrandbits(64):016x}"
+                    for _ in range(self._choose.choice([1, 1, 1, 2, 3]))
+                ]
+                raw = b"".join(post(json.dumps({**GOOD, "instance": name}).encode()) for name in names)
+                cut = self._choose.choice([0, 0, self._choose.randrange(len(raw))])
+                connection.sendall(raw[:cut])
+                if cut:
+                    time.sleep(0.001)
+                connection.sendall(raw[cut:])
+                for name in names:
+                    answer = _read_one(answers)
+                    if f'"instance":"{name}"'.encode() not in answer:
+                        self.mixed_up.append((name, answer))
+
     def end(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def _read_one(answers: BinaryIO) -> bytes:
+    """The body of the next answer."""
+    length = 0
+    while (line := answers.readline()) not in (b"\r\n", b""):
+        if line.startswith(b"Content-Length: "):
+            length = int(line[16:])
+    return answers.read(length)
 
 
 def test_good_clients_are_served_as_before_beside_bad_ones(serve: Callable[..., Any]) -> None:
@@ -328,11 +394,69 @@ def test_good_clients_are_served_as_before_beside_bad_ones(serve: Callable[..., 
         each.end()
     assert alone.failures == mixed.failures == []
     assert [error for each in bad for error in each.served_errors] == []
+    assert [mixed for each in bad for mixed in each.mixed_up] == []
     assert sum(each.sent for each in bad) > 20 * SECONDS
     assert served.metric("kvlane_problems_total", code="internal_error") == 0
     assert not [line for line in served.log[1:] if '"error"' in line or '"critical"' in line]
     # Level: the second half has not grown beyond what allocators keep.
     assert max(sizes[6:]) - max(sizes[:6]) < 8e6, sizes
+    told = (
+        f"{len(before)} decisions alone, {len(during)} beside {sum(each.sent for each in bad)} bad requests"
+    )
+    for name, seconds in (("alone", before), ("beside bad ones", during)):
+        p50, p99 = statistics.quantiles(seconds, n=100)[49:99:49]
+        told += (
+            f"; {name} p50 {1e3 * p50:.2f} ms, p99 {1e3 * p99:.2f} ms, longest {1e3 * max(seconds):.1f} ms"
+        )
+    print(f"{told}; RSS {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB")
     # One core serves all of them here: a good one waits for the bad one before it, never for a deadline of it.
     assert statistics.median(during) < 20 * statistics.median(before) + 0.005
     assert served.ask("GET", "/readyz").status == 200
+
+
+def test_nothing_is_worked_on_for_those_who_have_gone(serve: Callable[..., Any]) -> None:
+    """As many long decisions as may wait, each of which takes seconds, by clients that do not wait for them."""
+    served = serve({"deployments": [{"name": "chat", "model": "gemma-3-27b", "machine": "h100-sxm"}]})
+    tiers = ("host", "nvme", "remote")
+    spots = [
+        # Each another, so that none is known from the one before.
+        {"instance": f"i{at}", "hits": [{"tier": tier, "tokens": 500_000 + 16 * at} for tier in tiers]}
+        for at in range(256)
+    ]
+    for at in range(80):
+        raw = post(json.dumps({"prompt_tokens": 1_000_000 + at, "candidates": spots}).encode())
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+            connection.sendall(raw)
+    few = [{"instance": f"i{at}"} for at in range(17)]
+    answer = served.ask("POST", "/v1/decide", {"prompt_tokens": 1000, "candidates": few})
+    assert answer.status == 200
+    assert not [line for line in served.log[1:] if "rror" in line]
+
+
+def test_a_token_that_was_exchanged_passes_nobody_however_often_it_did(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    served = serve({"token_file": file})
+
+    def ask(connection: socket.socket, token: str) -> bytes:
+        connection.sendall(post(json.dumps(GOOD).encode(), f"Authorization: Bearer {token}"))
+        return connection.recv(65536)[9:12]
+
+    with (
+        socket.create_connection(("127.0.0.1", served.port), timeout=10) as one,
+        socket.create_connection(("127.0.0.1", served.port), timeout=10) as other,
+    ):
+        assert [ask(one, "old") for _ in range(5)] == [b"200"] * 5
+        assert [ask(other, token) for token in ("none", "old", "olf", "old")] == [
+            b"401",
+            b"200",
+            b"401",
+            b"200",
+        ]
+        file.write_text("new")
+        served.process.send_signal(signal.SIGHUP)
+        served.wait_for_log("reloaded")
+        assert [ask(one, token) for token in ("old", "new", "new", "old")] == [b"401", b"200", b"200", b"401"]
+        assert [ask(other, token) for token in ("old", "new")] == [b"401", b"200"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.policy.booking import LinkKey
@@ -18,7 +22,7 @@ from kvlane.policy.service.kept import Part
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.promises import Promise
 from kvlane.policy.service.service import Service
-from kvlane.policy.service.types import DecideRequest
+from kvlane.policy.service.types import DecideRequest, Hit, PrefillObservation
 
 names = st.text(min_size=1, max_size=8)
 seconds = st.floats(0.001, 1e6)
@@ -97,3 +101,76 @@ def test_a_body_is_told_from_another_as_before_and_one_of_another_version_not_at
     kept.restore(newer, other, 0.0, 0.0)
     assert newer.promises.kept(asked, 0.0) is None
     assert list(newer.made) == list(before.made)
+
+
+VALUE = re.compile(rb'-?\d+\.?\d*(?:e[+-]?\d+)?|"[^"]*"|null|true|false')
+ODD = [b"-1", b"0", b"0.5", b"1e308", b"-1e308", b"9" * 30, b"null", b"true", b'""', b'"zz"', b"[]", b"{}"]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files with something of everything that is kept."""
+    folder = tmp_path_factory.mktemp("state")
+    service = kept_in(folder)
+    for number in range(5):
+        hits = [Hit("host", 900)]
+        instance = f"i{number}"
+        service.desk.decide(
+            DecideRequest(
+                1000, hits=hits, request_id=instance, instance=instance, reserve=True, prefix_id="p"
+            )
+        )
+    service.intake.observe([PrefillObservation(f"a{number}", 0, 1000, 0.1) for number in range(9)])
+    assert service.store is not None
+    snapshot, parts = service.snapshot()
+    service.store.prepare()
+    service.store.save(snapshot, parts)
+    service.intake.observe([PrefillObservation(f"b{number}", 0, 1000, 0.1) for number in range(9)])
+    service.store.write(service.store.take())
+    service.store.close()
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.stat().st_size}
+
+
+def kept_in(folder: Path) -> Service:
+    one = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}
+    return Service(from_fields({"deployments": [one], "state_dir": str(folder)}))
+
+
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.sampled_from(ODD)), max_size=4
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_kept_under_right_checksums_stops_no_start_and_no_decision(
+    state: dict[str, bytes], changes: list[tuple[int, int, bytes]]
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in state.items():
+            lines = [line[9:] for line in content.splitlines() if line]
+            for which, where, odd in changes:
+                line = lines[which % len(lines)]
+                values = list(VALUE.finditer(line))
+                if values:
+                    found = values[where % len(values)]
+                    lines[which % len(lines)] = line[: found.start()] + odd + line[found.end() :]
+            (folder / file).write_bytes(b"".join(b"%08x %b\n" % (zlib.crc32(line), line) for line in lines))
+        service = kept_in(folder)
+        assert service.store is not None
+        try:
+            service.desk.decide(DecideRequest(1000, hits=[Hit("host", 900)], instance="i1", reserve=True))
+            for decision_id in list(service.desk.made):
+                service.desk.release(decision_id)
+            list(service.gauges())
+            service.store.save(*service.snapshot())
+        finally:
+            service.store.close()
+        if not changes:
+            assert service.intake.learners["chat"].accepted == 18
+
+
+def test_a_promise_whose_digest_is_none_is_torn() -> None:
+    part = {"promised": [["r", "zz", 1.0, {}]], "asked": ""}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(json.dumps(part), type=Part)

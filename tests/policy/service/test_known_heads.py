@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import web
 
+from kvlane.policy.service import known as known_heads
 from kvlane.policy.service.app import Endpoint
 from kvlane.policy.service.auth import Gate
 from kvlane.policy.service.config import from_fields
@@ -192,6 +193,24 @@ def test_a_head_passes_only_the_gate_it_has_passed() -> None:
     run(test)
 
 
+def test_a_head_that_passed_the_gate_before_is_not_known_to_the_one_after() -> None:
+    """A token is exchanged while a request that has the old one is still coming in: that one is answered, no more."""
+
+    async def test(talk: Talk) -> None:
+        service = talk.endpoint.service
+        service.gate = Gate("old")
+        known = post(GOOD, "Authorization: Bearer old")
+        talk.writer.write(known[:-10])
+        while not talk.endpoint._in_flight:
+            await asyncio.sleep(0)
+        service.gate = Gate("new")
+        assert (await talk.ask(known[-10:]))[0] == 200
+        assert (await talk.ask(known))[0] == 401
+        assert talk.at_once == [False]
+
+    run(test)
+
+
 def test_when_it_drains_the_connection_is_closed_after_the_answer() -> None:
     async def test(talk: Talk) -> None:
         for _ in range(2):
@@ -214,6 +233,40 @@ def test_a_connection_is_idle_from_its_last_answer_on() -> None:
         assert await talk.reader.read() == b""
 
     run(test, idle_s=1.0)
+
+
+def test_who_does_not_read_for_a_while_is_given_every_answer_in_its_place() -> None:
+    async def test(talk: Talk) -> None:
+        spots = [{"instance": f"{number:0200}"} for number in range(256)]
+        asked = [post(GOOD), post({"prompt_tokens": 1000, "candidates": spots})]
+        first = [await talk.ask(raw) for raw in asked]
+        talk.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        # Their answers are more than the sockets between hold.
+        for raw in asked * 100:
+            talk.writer.write(raw)
+            await asyncio.sleep(0.002)
+        talk.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert [await talk.answer() for _ in range(200)] == first * 100
+
+    run(test)
+
+
+def test_of_many_heads_the_latest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_heads, "_MOST_HEADS", 3)
+
+    async def test(talk: Talk) -> None:
+        for number in range(10):
+            assert (await talk.ask(post(GOOD, f"X: {number}")))[0] == 200
+        for number in (8, 9, 0):
+            assert (await talk.ask(post(GOOD, f"X: {number}")))[0] == 200
+        assert talk.at_once[-3:-1] != [False, False]
+        assert talk.at_once[-1] is False
+        long = post(GOOD, "X: " + "x" * 1024)
+        for _ in range(2):
+            assert (await talk.ask(long))[0] == 200
+        assert talk.at_once[-2:] == [False, False]
+
+    run(test)
 
 
 def test_heads_are_told_apart_by_every_byte_and_bodies_by_their_length() -> None:

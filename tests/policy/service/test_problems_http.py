@@ -36,6 +36,8 @@ BAD: list[tuple[Any, int, str, str | None]] = [
     (b"null", 422, "invalid_value", ""),
     ({}, 422, "invalid_value", "/prompt_tokens"),
     ({"prompt_tokens": 0}, 422, "invalid_value", "/prompt_tokens"),
+    # Longer than anything is booked: after so long a wait it would be first after eleven days.
+    ({**GOOD, "state": {"device_busy_s": 1e6}, "reserve": True}, 422, "invalid_value", "/reserve"),
     ({"prompt_tokens": -1}, 422, "invalid_value", "/prompt_tokens"),
     ({"prompt_tokens": "1000"}, 422, "invalid_value", "/prompt_tokens"),
     ({"prompt_tokens": 1.5}, 422, "invalid_value", "/prompt_tokens"),

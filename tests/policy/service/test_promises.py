@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from kvlane.policy.service import decide
+from kvlane.policy.service.config import from_fields
 from kvlane.policy.service.problems import ProblemError
 from kvlane.policy.service.promises import Promises
+from kvlane.policy.service.service import Service
 from kvlane.policy.service.types import DecideRequest
 
 
@@ -47,3 +52,21 @@ def test_the_oldest_go_when_there_are_too_many_or_too_much_of_them() -> None:
     small.give(asked("d"), b"d" * 60, 9.0)
     small.give(asked("e"), b"e" * 40, 9.0)
     assert small.kept(asked("d"), 6.0) == b"d" * 60
+
+
+def test_who_releases_a_decision_late_does_not_free_an_id_that_was_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(decide, "monotonic", lambda: now)
+    one = {"name": "chat", "model": "llama-3.1-8b", "machine": "h100-sxm"}
+    desk = Service(from_fields({"deployments": [one]})).desk
+    again = DecideRequest(100, request_id="a", reserve=True)
+    first = json.loads(desk.decide(again))
+    now = first["expires_in_s"] + 1
+    second = desk.decide(again)
+    assert json.loads(second)["decision_id"] != first["decision_id"]
+    assert desk.release(first["decision_id"])
+    assert desk.decide(again) == second
+    assert desk.release(json.loads(second)["decision_id"])
+    assert desk.decide(again) != second
