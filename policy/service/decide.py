@@ -13,7 +13,7 @@ from time import monotonic, perf_counter
 import msgspec
 from msgspec import UNSET
 
-from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, Seen, assign, queues
+from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, assign, queues
 from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
 from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
@@ -29,11 +29,11 @@ from kvlane.policy.service.line import TURN_S
 from kvlane.policy.service.metrics import Cells
 from kvlane.policy.service.metrics import count as one_more
 from kvlane.policy.service.problems import Path as Where
-from kvlane.policy.service.problems import ProblemError, of_input_error, pointer
+from kvlane.policy.service.problems import ProblemError, pointer
 from kvlane.policy.service.promises import Promises
+from kvlane.policy.service.said import fewest, located, seen_of
 from kvlane.policy.service.spots import Spot
 from kvlane.policy.service.types import Candidate, DecideRequest, Hit, State
-from kvlane.policy.units import LONGEST_S
 
 # Answers kept for those who ask the same again; each is some two kilobytes.
 _MOST_WORKED = 1024
@@ -280,7 +280,7 @@ class Desk:
             seen = NOTHING_SEEN
             busy_s, queued_s = 0.0, dict.fromkeys(hits, 0.0)
         else:
-            seen = NOTHING_SEEN if spot.state is None else _seen(deployment, planner, spot.state, base)
+            seen = NOTHING_SEEN if spot.state is None else seen_of(deployment, planner, spot.state, base)
             busy_s, queued_s = queues(on, planner, hits, place, now, seen)
         aim = SOONEST
         if asked.objective != "ttft" or asked.ttft_slo_s is not None:
@@ -327,7 +327,7 @@ class Desk:
                 request = Request.of_decoded(prompt, hits, resident, unit, chunk, queued_s, busy_s)
             found = assign(on, planner, request, place, now, prefix_id=asked.prefix_id, aim=aim)
         except InputError as error:
-            raise _located(error, spot.hits, base) from None
+            raise located(error, spot.hits, base) from None
         if notes:
             found.plan.remarks = tuple(notes)
         gist = gist_of(found, spot.hits, asked.ttft_slo_s)
@@ -401,7 +401,7 @@ class Desk:
                 one_more(self.cells.deployment(deployment.name).fallbacks, "link_left_alone")
             else:
                 tokens = hit.tokens
-                hits[hit.tier] = _fewest(tokens, prompt) if isinstance(tokens, list) else tokens
+                hits[hit.tier] = fewest(tokens, prompt) if isinstance(tokens, list) else tokens
                 if hit.state_checkpoints:
                     checkpoints[hit.tier] = tuple(hit.state_checkpoints)
         return hits, checkpoints
@@ -446,39 +446,3 @@ def _keep(worked: dict[_Key, Gist], key: _Key, gist: Gist) -> None:
     if len(worked) >= _MOST_WORKED:
         worked.clear()
     worked[key] = gist
-
-
-def _fewest(tokens: list[int], prompt: int) -> int:
-    """Of all ranks the fewest, which count; the first that is more than the prompt, for `Request` to refuse."""
-    if max(tokens) <= prompt:
-        return min(tokens)
-    return next(each for each in tokens if each > prompt)
-
-
-def _seen(deployment: Deployment, planner: Planner, state: State, base: Where) -> Seen:
-    """The request's own words on what is waiting, in seconds; raises `ProblemError` for a link that is none."""
-    byte_s = deployment.in_force.byte_s
-    busy_s = state.device_busy_s
-    if busy_s is None and state.queued_prefill_tokens is not None:
-        chunk = deployment.settings.prefill_chunk_tokens
-        busy_s = min(planner.prefill.prefill_s(0, state.queued_prefill_tokens, chunk), LONGEST_S)
-    for name in state.links:
-        if name not in byte_s:
-            raise ProblemError(
-                "invalid_value",
-                f"{name!r} is no link of the deployment (expected {', '.join(byte_s)})",
-                pointer(*base, "state", "links", name),
-            )
-    queued_s = {name: min(link.queued_bytes * byte_s[name], LONGEST_S) for name, link in state.links.items()}
-    return Seen(busy_s, queued_s)
-
-
-def _located(error: InputError, hits: list[Hit], base: Where) -> ProblemError:
-    """The planner's refusal, with hits found by their place in the list."""
-    fields: dict[str, Where] = {}
-    for index, hit in enumerate(hits):
-        fields[f"hits.{hit.tier}"] = ("hits", index, "tokens")
-        fields[f"state_checkpoints.{hit.tier}"] = ("hits", index, "state_checkpoints")
-    if error.field in ("prompt_tokens", "load_unit_tokens"):
-        base = ()
-    return of_input_error(error, fields, base)
