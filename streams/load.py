@@ -116,7 +116,9 @@ class LayerLoad:
         Raises:
             LoadError: one is not, and will not be.
         """
-        self._await_all()
+        for part in self.parts:
+            for layers in part.groups:
+                self.hold(layers[0])
 
     def finish(self) -> None:
         """Make sure that every layer arrived whole, and let the load go.

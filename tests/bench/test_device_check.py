@@ -24,6 +24,7 @@ from kvlane.bench.shape import Shape, build_model
 from kvlane.bench.subject import demo_subject
 from kvlane.streams.cpu import CpuBackend
 from kvlane.streams.cuda_methods import MethodTable
+from kvlane.streams.load import LayerLoad
 from kvlane.transfer.layout import CopyDescriptor, KvLayout, total_bytes
 from kvlane.transfer.paged import BlockForm
 
@@ -132,9 +133,7 @@ class TestOrdering:
 
     def test_copies_that_are_not_late_show_nothing(self, monkeypatch):
         # On a device so fast that nothing is missed without waiting.
-        monkeypatch.setattr(
-            "kvlane.bench.device_ordering._hasty", lambda load, layer: load._await(load._group_of[layer])
-        )
+        monkeypatch.setattr("kvlane.bench.device_ordering._hasty", LayerLoad.hold)
         assert self.found(TakenForCuda())["problems"] == [
             "control: right without waiting, so the copies were not late"
         ]

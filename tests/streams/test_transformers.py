@@ -114,7 +114,6 @@ class TestControls:
         with kit.SlowBackend() as backend:
             engine = kit.engine(model, backend)
             monkeypatch.setattr(LayerLoad, "hold", lambda self, layer: None)
-            monkeypatch.setattr(LayerLoad, "hold_all", lambda self: None)
             wrong = load(engine, store, ids, 0, 80, mode=mode)
         assert np.isnan(wrong.logits).all()
 

@@ -265,7 +265,6 @@ class TestControls:
         with kit.SlowBackend() as backend:
             rig = toy.Rig(backend)
             monkeypatch.setattr(LayerLoad, "hold", lambda self, layer: None)
-            monkeypatch.setattr(LayerLoad, "hold_all", lambda self: None)
             assert rig.run(0, ("host", 0, 32), mode=mode).answer != rig.expected
 
     # The load whose events were taken from it fails on its own thread.
