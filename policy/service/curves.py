@@ -18,6 +18,7 @@ from kvlane.policy.planner import Planner
 from kvlane.policy.service.answers import Curves
 from kvlane.policy.service.decide import Desk
 from kvlane.policy.service.deployments import Deployment
+from kvlane.policy.service.line import Line
 from kvlane.policy.service.problems import ProblemError, of_input_error
 from kvlane.policy.service.types import LONGEST_PROMPT, CurvesRequest
 from kvlane.policy.units import LONGEST_S
@@ -35,26 +36,17 @@ class Charts:
     """Charts are worked on one at a time, so that all of them together take one turn."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._one = asyncio.Lock()
+        self._line = Line(_MOST, "charts are drawn at once")
 
     async def finish(self, points: Iterator[None]) -> None:
         """Goes through the points in turns; raises `ProblemError` where too many charts wait."""
-        if self._count >= _MOST:
-            raise ProblemError(
-                "too_many_requests", "too many charts are drawn at once", headers={"Retry-After": "1"}
-            )
-        self._count += 1
-        try:
-            async with self._one:
-                began = perf_counter()
-                for _ in points:
-                    worked_s = perf_counter() - began
-                    if worked_s >= _TURN_S:
-                        await asyncio.sleep(worked_s)
-                        began = perf_counter()
-        finally:
-            self._count -= 1
+        async with self._line.place():
+            began = perf_counter()
+            for _ in points:
+                worked_s = perf_counter() - began
+                if worked_s >= _TURN_S:
+                    await asyncio.sleep(worked_s)
+                    began = perf_counter()
 
 
 async def curves(desk: Desk, asked: CurvesRequest, charts: Charts) -> bytes:

@@ -9,12 +9,10 @@ import msgspec
 from kvlane.policy.errors import InputError
 from kvlane.policy.service.decide import Desk
 from kvlane.policy.service.problems import of_input_error
-from kvlane.policy.service.types import DecideRequest, WhatIfRequest
+from kvlane.policy.service.types import DecideRequest, Question, WhatIfRequest
 from kvlane.policy.timeline import timeline
 
 _encode = msgspec.json.Encoder().encode
-
-_SHARED = tuple(name for name in WhatIfRequest.__struct_fields__ if name != "link_bytes_per_s")
 
 
 def what_if(desk: Desk, asked: WhatIfRequest) -> bytes:
@@ -24,7 +22,7 @@ def what_if(desk: Desk, asked: WhatIfRequest) -> bytes:
         deployment = desk.deployment(asked.deployment).supposing(asked.link_bytes_per_s)
     except InputError as error:
         raise of_input_error(error, {error.field: (error.field,)}, ("link_bytes_per_s",)) from None
-    request = DecideRequest(**{name: getattr(asked, name) for name in _SHARED})
+    request = DecideRequest(**{name: getattr(asked, name) for name in Question.__struct_fields__})
     chosen, found = desk.weigh(request, deployment, now)
     plan = found.plan
     estimate = plan.estimates[plan.path]

@@ -78,7 +78,24 @@ class Candidate(_Asked, frozen=True):
     state: State | None = None
 
 
-class DecideRequest(_Asked, frozen=True):
+class Question(_Asked, frozen=True):
+    """What is asked about one request, whether it is to be decided or only supposed."""
+
+    prompt_tokens: SomeTokens
+    deployment: Name | None = None
+    instance: Name | None = None
+    node: Name | None = None
+    resident_tokens: Tokens = 0
+    hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
+    prefix_id: Name | None = None
+    load_unit_tokens: SomeTokens | None = None
+    executor: Executor | None = None
+    state: State | None = None
+    objective: Objective = "ttft"
+    ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+
+
+class DecideRequest(Question, frozen=True):
     """One request to decide; only `prompt_tokens` is required.
 
     With `candidates` each of them is answered, ranked by `ttft_s`, and `instance`, `resident_tokens`, `hits` and
@@ -86,42 +103,18 @@ class DecideRequest(_Asked, frozen=True):
     released, observed, or expire.
     """
 
-    prompt_tokens: SomeTokens
-    deployment: Name | None = None
-    instance: Name | None = None
-    node: Name | None = None
-    resident_tokens: Tokens = 0
-    hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
-    prefix_id: Name | None = None
-    load_unit_tokens: SomeTokens | None = None
-    executor: Executor | None = None
-    state: State | None = None
-    objective: Objective = "ttft"
-    ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     request_id: Name | None = None
     reserve: bool = False
     candidates: Annotated[list[Candidate], Meta(min_length=1)] | UnsetType = UNSET
 
 
-class WhatIfRequest(_Asked, frozen=True):
+class WhatIfRequest(Question, frozen=True):
     """One request to decide out of curiosity, with the rates in bytes per second that links are supposed to have.
 
     The fields are those of a decision. What each copy and each transfer costs beside its bytes stays as it is; so do
     the seconds that are queued already, while `queued_bytes` of `state` are taken at the supposed rate.
     """
 
-    prompt_tokens: SomeTokens
-    deployment: Name | None = None
-    instance: Name | None = None
-    node: Name | None = None
-    resident_tokens: Tokens = 0
-    hits: Annotated[list[Hit], Meta(max_length=MOST_HITS)] = []
-    prefix_id: Name | None = None
-    load_unit_tokens: SomeTokens | None = None
-    executor: Executor | None = None
-    state: State | None = None
-    objective: Objective = "ttft"
-    ttft_slo_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     link_bytes_per_s: Annotated[dict[Name, Rate], Meta(max_length=MOST_LINKS)] = {}
 
 
