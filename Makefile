@@ -2,6 +2,7 @@
 #
 #   make demo     the whole idea on this machine's CPU; table, results.json, timeline.png, trace.json land in results/
 #   make test     the test suite              (PYTEST_ARGS="-k planner" narrows it)
+#   make laws     the property-based tests once more, on examples drawn afresh  (LAWS_ARGS="--hypothesis-seed=7")
 #   make soak     100,000 random schedules of loads on a simulated device  (SOAK_ARGS="--seed 7 --schedules 1000")
 #   make soak-serve   the endpoint under three minutes of bad clients, killed 200 times under load (a quarter of an hour)
 #   make bench-serve  what the endpoint's parts take, and its rate beside a bare handler's
@@ -23,6 +24,7 @@ MIN_FREE_MB ?= 3000
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+LAWS_ARGS ?=
 SOAK_ARGS ?=
 
 is_new_enough := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -57,10 +59,10 @@ check_disk = \
 	       "free some space, or move the checkout to a larger disk." >&2; exit 1; \
 	fi
 
-.PHONY: help demo test soak soak-serve bench-serve lint format clean distclean check venv lint-links
+.PHONY: help demo test laws soak soak-serve bench-serve lint format clean distclean check venv lint-links
 
 help:
-	@sed -n '3,13s/^# \{0,1\}//p' Makefile
+	@sed -n '3,14s/^# \{0,1\}//p' Makefile
 
 check:
 	@$(check_python); $(check_writable); $(check_disk)
@@ -107,6 +109,10 @@ demo: venv
 # folder names would import.
 test: venv
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# `make test` tries the same examples each time. What fails here prints how to try it again.
+laws: venv
+	$(VENV)/bin/pytest -m hypothesis --hypothesis-profile=random $(LAWS_ARGS)
 
 # The seed is printed first, and with a schedule that fails the command that runs it again.
 soak: venv
