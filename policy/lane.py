@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from kvlane.policy.crossover import Kept, crossover
@@ -12,6 +14,7 @@ from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
 from kvlane.policy.search import closed_in, lowest_maximum
 from kvlane.policy.split_points import SplitPoints, only_ends_count
 from kvlane.policy.transfer_cost import Computes, TransferCost
+from kvlane.policy.waits import Ends, Waits
 
 # Words on the break-even rate.
 FASTER_ABOVE = "above this link rate loading everything is faster"
@@ -75,6 +78,7 @@ class Lane:
         # To compute everything after what is resident, and what follows the usable prefix; None where not known yet.
         self.recompute_s: float | None = None
         self.rest_s: float | None = None
+        self._ends: Ends | None = None
 
     def no_gain(self) -> str:
         stored = self.request.hit(self.tier)
@@ -93,12 +97,34 @@ class Lane:
         """Where in the usable prefix a load may begin or end, strictly between two token counts, ascending."""
         return range((low // self.unit + 1) * self.unit, min(high, self.usable + 1), self.unit)
 
+    def waits(self) -> Waits:
+        """How long loads over this tier's link are waited for."""
+        return Waits(self.cost, self.transfer)
+
+    def eventless(self) -> Waits:
+        """The same if events cost nothing: never longer."""
+        transfer = self.transfer
+        if transfer.event_s:
+            transfer = replace(transfer, link=replace(transfer.link, per_event_s=0.0))
+        return Waits(self.cost, transfer)
+
+    @property
+    def ends(self) -> Ends:
+        """What follows loads of the request."""
+        if self._ends is None:
+            self._ends = Ends(self.cost, self.request)
+        return self._ends
+
+    def share(self, ends: Ends) -> None:
+        """Take what follows loads from there, which lanes of the same request may share."""
+        self._ends = ends
+
     def part(self, begin: int, end: int, load_end: int) -> Part:
         """Tokens `[begin, end)` from here, of a load that ends at `load_end`."""
         return Part(self.tier, self.transfer.before(load_end - end), begin, end)
 
-    def ttft(self, end: int) -> float:
-        """TTFT when `[start, end)` is loaded and nothing before it computed."""
+    def ttft(self, end: int, beyond: float = math.inf) -> float:  # noqa: ARG002 - plain layers are priced in few steps
+        """TTFT when `[start, end)` is loaded and nothing before it computed; any number above `beyond` where it is."""
         cost, prompt, busy_s = self.cost, self.request.prompt_tokens, self.busy_s
         if cost.executor != "bulk":
             return cost.load_s(self.transfer, self.start, end, prompt, self.chunk, busy_s=busy_s)
@@ -148,16 +174,17 @@ class Lane:
         points = self.cuts(self.start, self.usable)
         if not points:
             return None
-        cost, chunk = self.cost, self.chunk
-        computes = cost.computes(self.usable, self.request.prompt_tokens, chunk)
+        prefill, chunk = self.cost.prefill, self.chunk
 
         def front(begin: int) -> float:
-            return self.busy_s + cost.prefill.prefill_s(self.start, begin - self.start, chunk)
+            return self.busy_s + prefill.prefill_s(self.start, begin - self.start, chunk)
 
-        def wait(begin: int) -> float:
-            return cost.alone_s(self.transfer, self.usable - begin, computes)
+        return self.estimate(lowest_maximum(front, self.waited(self.usable), points)[0], self.usable)
 
-        return self.estimate(lowest_maximum(front, wait, points)[0], self.usable)
+    def waited(self, end: int) -> Callable[[int], float]:
+        """How long a load that ends there is waited for, by where it begins."""
+        cost, computes = self.cost, self.cost.computes(end, self.request.prompt_tokens, self.chunk)
+        return lambda begin: cost.alone_s(self.transfer, end - begin, computes)
 
     def best_split(self) -> Estimate | None:
         """The fastest proper split, None where no load unit ends strictly inside the usable run."""

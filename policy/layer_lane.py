@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from kvlane.policy.crossover import Kept
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_transfer import LayerwiseTransfer
+from kvlane.policy.layer_waits import LayerWaits
 from kvlane.policy.path_cost import PathCost
 from kvlane.policy.plan import Estimate, Request
 from kvlane.policy.search import closed_in
+from kvlane.policy.waits import SURELY, Waits
 
 
 class LayerwiseLane(Lane):
@@ -29,6 +32,8 @@ class LayerwiseLane(Lane):
     ) -> None:
         super().__init__(cost, transfer, tier, request, band, kept)
         self.kinds = transfer.kinds
+        self.events = cost.executor != "bulk" and bool(transfer.event_s)
+        self._eventless: LayerWaits | None = None
         self.recurrent = recurrent
         self.stored = self.usable
         self.checkpoints: tuple[int, ...] = ()
@@ -51,6 +56,32 @@ class LayerwiseLane(Lane):
         if self.recurrent:
             return [at for at in self.checkpoints if low < at < high]
         return super().cuts(low, high)
+
+    def ttft(self, end: int, beyond: float = math.inf) -> float:
+        """TTFT when `[start, end)` is loaded, but for rounding; any number above `beyond` where it is."""
+        then, busy_s, tokens = self.ends.at(end), self.busy_s, end - self.start
+        rest_s = then.rest_s
+        if rest_s + busy_s > beyond:
+            return rest_s + busy_s
+        least_s = rest_s + max(busy_s, self.eventless().seconds(tokens, 0, then))
+        if not self.events or least_s > beyond * SURELY:
+            return least_s
+        return rest_s + max(busy_s, self.waits().seconds(tokens, 0, then))
+
+    def waited(self, end: int) -> Callable[[int], float]:
+        """How long a load that ends there is waited for, but for rounding, by where it begins."""
+        then, waits = self.ends.at(end), self.waits()
+        return lambda begin: waits.seconds(end - begin, 0, then)
+
+    def waits(self) -> Waits:
+        return super().waits() if self.events else self.eventless()
+
+    def eventless(self) -> Waits:
+        found = self._eventless
+        if found is None or found.transfer is not self.transfer:
+            assert isinstance(self.transfer, LayerwiseTransfer)
+            found = self._eventless = LayerWaits(self.cost, self.transfer)
+        return found
 
     def best_split(self) -> Estimate | None:
         """The fastest proper split found, None where none may end strictly inside the usable run."""

@@ -107,6 +107,10 @@ class LayerwiseTransfer(TransferCost):
         kinds = tuple(layer.before(after) for layer in self.kinds)
         return replace(self, kinds=kinds) if after and kinds != self.kinds else self
 
+    @property
+    def reach(self) -> int:
+        return max([1, *(layer.window for layer in self.kinds if layer.window is not None)])
+
     def bytes(self, tokens: int) -> float:
         """Bytes moved when `tokens` tokens are loaded, all layers and states."""
         return sum(self._each([layer.bytes(tokens) for layer in self.kinds]))

@@ -38,11 +38,10 @@ def attention_pairs(resident: int, new: int) -> float:
 def windowed_pairs(resident: int, new: int, window: int) -> float:
     """The same where a query attends at most `window` keys, its own among them."""
 
-    def first(tokens: int) -> float:
-        inside = min(tokens, window)
-        return inside * (inside + 1) / 2 + (tokens - inside) * window
-
-    return first(resident + new) - first(resident)
+    end = resident + new
+    inside, before = min(end, window), min(resident, window)
+    attended = inside * (inside + 1) / 2 + (end - inside) * window
+    return attended - (before * (before + 1) / 2 + (resident - before) * window)
 
 
 def chunked_pairs(resident: int, new: int, chunk: int) -> float:
@@ -226,17 +225,15 @@ class LayerSpec:
         MLA absorbed costs `2 * heads * (2*rank + rotary)` a pair; expanded fewer, but its prefix is up-projected
         anew in each pass (the new tokens' own up-projection costs the same either way: it is in `weights`).
         """
-        pairs = self.pairs(resident, new)
+        pairs, latent = self.pairs(resident, new), self.latent
         flop = self.flop_per_pair * pairs
-        latent = self.latent
+        if latent is None and self.indexer is None:
+            return flop
         if latent is not None:
             expanded = flop + latent.up_flop(self.heads) * resident
-            absorbed = latent.absorbed_flop(self.heads) * pairs
-            flop = {
-                "cheaper": min(expanded, absorbed),
-                "expanded": expanded,
-                "absorbed": absorbed,
-            }[latent.compute]
+            flop = latent.absorbed_flop(self.heads) * pairs
+            if latent.compute == "expanded" or (latent.compute == "cheaper" and expanded < flop):
+                flop = expanded
         if self.indexer is not None:
             flop += self.indexer.flop_per_pair * attention_pairs(resident, new)
         return flop

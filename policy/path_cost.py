@@ -64,9 +64,12 @@ class PathCost:
     def after(self, end: int, prompt: int, chunk: int | None) -> tuple[Computes, float]:
         """`computes` and `recompute_s` after `end` loaded tokens."""
         prefill = self.prefill
-        if chunk is not None or self.executor == "bulk" or prefill.unlike:
+        if chunk is not None or self.executor == "bulk":
             return self.computes(end, prompt, chunk), self.recompute_s(end, prompt, chunk)
         # One pass is the first and all there is.
+        if prefill.unlike:
+            whole_s, layers_s = prefill.whole_and_layers_s(end, prompt - end)
+            return layers_s, whole_s + prefill.head_s
         pass_s = prefill.pass_s(end, prompt - end)
         return pass_s / prefill.layers, pass_s + prefill.head_s
 

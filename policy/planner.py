@@ -5,7 +5,8 @@ A planner holds everything that does not change between requests; `decide` is pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -26,6 +27,7 @@ from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Param
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.transfer_cost import TransferCost
 from kvlane.policy.two_tiers import TwoTiers
+from kvlane.policy.waits import Ends
 
 # Half-widths of an estimate's error band by where its least certain parameter came from. Declared, not
 # measured: a calibrated estimate brings the residual of its own fit instead.
@@ -146,10 +148,7 @@ class Planner:
             ways = [lane.load(), lane.best_split(), lane.two_ended() if self._two_ended else None]
             candidates += [estimate for estimate in ways if estimate is not None]
         elif useful:
-            for way in self._ways(useful):
-                found = [estimate for estimate in way if estimate is not None]
-                if found:
-                    candidates.append(min(found, key=_ttft) if len(found) > 1 else found[0])
+            self._weigh(useful, candidates)
         alone = candidates[1] if len(candidates) > 1 else None
         chosen = self._choose(candidates, request.device_busy_s)
         estimates: dict[Path, Estimate | None] = {"load": None, "recompute": None, "split": None}
@@ -166,19 +165,43 @@ class Planner:
             unavailable = {"split": self._no_split}
         return self._plan(request, lanes, chosen, estimates, unavailable, alone)
 
-    def _ways(self, lanes: Sequence[Lane]) -> Iterator[list[Estimate | None]]:
-        """What can be done with several tiers that have something to give, the steadiest way first, and in each way the
-        candidates there are: loading all of a tier's comes first."""
-        both, shorter = self._pairs(lanes)
-        yield [lane.load() for lane in lanes]
-        if both:
-            yield [pair.load() for pair in both]
-        yield [lane.best_split() for lane in lanes]
-        if both:
-            yield [pair.best_split() for pair in both]
+    def _weigh(self, lanes: Sequence[Lane], candidates: list[Estimate]) -> None:
+        """Adds what can be done with several tiers that have something to give: the fastest of each way, the steadiest
+        way first. Loading all of a tier's comes first.
+
+        What two tiers do later than the fastest before it of the same path is left out: it would not be chosen, nor be
+        that path's estimate.
+        """
+        request = lanes[0].request
+        ends = Ends(self.cost, request)
+        for lane in lanes:
+            lane.share(ends)
+        both, shorter = self._pairs(lanes, ends)
+
+        def add(way: Iterable[Estimate | None]) -> None:
+            found = [estimate for estimate in way if estimate is not None]
+            if found:
+                candidates.append(min(found, key=_ttft))
+
+        def of_pairs(
+            pairs: Sequence[TwoTiers], path: Path, choice: Callable[[TwoTiers, float], Estimate | None]
+        ) -> None:
+            beyond = min((known.ttft_s for known in candidates if known.path == path), default=math.inf)
+            found: list[Estimate | None] = []
+            for pair in pairs:
+                estimate = choice(pair, beyond)
+                found.append(estimate)
+                if estimate is not None and estimate.ttft_s < beyond:
+                    beyond = estimate.ttft_s
+            add(found)
+
+        add([lane.load() for lane in lanes])
+        of_pairs(both, "load", TwoTiers.load)
+        add([lane.best_split() for lane in lanes])
+        of_pairs(both, "split", TwoTiers.best_split)
         if self._two_ended:
-            yield [lane.two_ended() for lane in lanes]
-            yield [pair.two_ended() for pair in (*both, *shorter)]
+            add([lane.two_ended() for lane in lanes])
+            of_pairs((*both, *shorter), "split", TwoTiers.two_ended)
 
     @property
     def _no_split(self) -> str:
@@ -186,7 +209,7 @@ class Planner:
             return "no state checkpoint lies inside the usable prefix"
         return NO_SPLIT
 
-    def _pairs(self, lanes: Sequence[Lane]) -> tuple[list[TwoTiers], list[TwoTiers]]:
+    def _pairs(self, lanes: Sequence[Lane], ends: Ends) -> tuple[list[TwoTiers], list[TwoTiers]]:
         """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
 
         As long as layers and load units are all alike, it is all one which tier brings which end.
@@ -194,11 +217,11 @@ class Planner:
         alike = self._plain and all(lane.start % lane.unit == 0 for lane in lanes)
         both, shorter = [], []
         for one, other in combinations(sorted(lanes, key=lambda lane: lane.usable), 2):
-            both.append(TwoTiers(one, other))
+            both.append(TwoTiers(one, other, ends))
             if not alike:
-                both.append(TwoTiers(other, one))
+                both.append(TwoTiers(other, one, ends))
             elif one.usable < other.usable:
-                shorter.append(TwoTiers(other, one))
+                shorter.append(TwoTiers(other, one, ends))
         return both, shorter
 
     def _plan(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvlane.policy.chunks import attention_flop_of_chunks, moved_tokens_of_chunks
 from kvlane.policy.machine import Machine, PrefillEfficiency
@@ -51,7 +51,8 @@ class PrefillCost:
     `fresh` holds for a pass from token 0, `extend` for one after a cached prefix: some backends run
     different attention kernels for the two. `floor_s` is the time to read the weights once,
     `floor_context_s` that to read one token's KV. `head_s` is the LM head for one token, not in the passes.
-    `unlike` holds the layers where they differ: their FLOP then say how a pass divides over them.
+    `unlike` holds the layers where they differ: their FLOP then say how a pass divides over them; `kinds` are the
+    different ones, `order` which of them each layer is: of one kind where they do not differ.
     """
 
     layers: int
@@ -61,6 +62,14 @@ class PrefillCost:
     floor_s: float = 0.0
     floor_context_s: float = 0.0
     unlike: tuple[LayerSpec, ...] = ()
+    kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
+    order: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(self.unlike))}
+        object.__setattr__(self, "kinds", tuple(numbers))
+        order = [numbers[layer] for layer in self.unlike] if self.unlike else [0] * self.layers
+        object.__setattr__(self, "order", tuple(order))
 
     @property
     def uniform(self) -> bool:
@@ -74,12 +83,21 @@ class PrefillCost:
 
     def layers_s(self, resident: int, new: int) -> Sequence[float]:
         """Seconds each layer takes in one pass; their sum is `pass_s`."""
-        total = self.pass_s(resident, new)
+        return self.whole_and_layers_s(resident, new)[1]
+
+    def whole_and_layers_s(self, resident: int, new: int) -> tuple[float, Sequence[float]]:
+        """`pass_s` and `layers_s` of the same pass."""
+        whole, each = self.whole_and_kinds_s(resident, new)
+        return whole, [each[kind] for kind in self.order]
+
+    def whole_and_kinds_s(self, resident: int, new: int) -> tuple[float, Sequence[float]]:
+        """`pass_s`, and what each layer of each of `kinds` takes in the same pass."""
+        whole = self.pass_s(resident, new)
         if self.uniform:
-            return [total / self.layers] * self.layers
-        flop = [layer.flop(resident, new) for layer in self.unlike]
-        scale = total / sum(flop)
-        return [scale * part for part in flop]
+            return whole, [whole / self.layers]
+        each = [layer.flop(resident, new) for layer in self.kinds]
+        scale = whole / sum([each[kind] for kind in self.order])
+        return whole, [scale * flop for flop in each]
 
     def coefficients(self, resident: int) -> PassCost:
         return self.extend if resident > 0 else self.fresh
@@ -176,7 +194,6 @@ class PrefillCost:
         head_s = model.head_flop / rates.wide_flops + model.head_weight_bytes / rates.memory_bytes_per_s
         if model.uniform and model.layers[0].plain:
             return cls(layers=len(model.layers), fresh=cost, extend=cost, head_s=head_s), row
-        kinds = list(prices)
         layerwise = LayerwisePrefill(
             layers=len(model.layers),
             fresh=cost,
@@ -184,7 +201,6 @@ class PrefillCost:
             head_s=head_s,
             unlike=model.layers,
             prices=tuple(prices.values()),
-            order=tuple(kinds.index(layer) for layer in model.layers),
             pass_overhead_s=rates.pass_s,
         )
         return layerwise, row
@@ -205,6 +221,12 @@ class _LayerPrice:
     weight_element_bytes: float
     weight_byte_s: float
     row_s: float
+    # Seconds to read the weights, None where it depends on the tokens how many of them are touched.
+    dense_s: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        dense_s = None if self.layer.experts is not None else self.weights_s
+        object.__setattr__(self, "dense_s", dense_s)
 
     @classmethod
     def of(cls, layer: LayerSpec, model: ModelSpec, rates: PassRates, form: KvFormat, tp: int) -> _LayerPrice:
@@ -247,12 +269,14 @@ class _LayerPrice:
 
     def seconds(self, resident: int, new: int) -> float:
         """Seconds of the layer in a pass of `new` tokens after `resident` cached ones."""
-        layer = self.layer
+        layer, weights_s = self.layer, self.dense_s
+        if weights_s is None:
+            weights_s = layer.weight_bytes(self.weight_element_bytes, new) * self.weight_byte_s
         return (
             self.fixed_s
             + self.token_s * new
             + layer.attention_flop(resident, new) / self.attention_flops
-            + layer.weight_bytes(self.weight_element_bytes, new) * self.weight_byte_s
+            + weights_s
             + self.row_s * layer.moved_tokens(resident + new)
         )
 
@@ -272,28 +296,26 @@ class _LayerPrice:
 class LayerwisePrefill(PrefillCost):
     """The same for layers that differ, or whose cost is not linear in tokens and pairs: each priced by itself.
 
-    `prices` holds the different layers, `order` which of them each layer is. `fresh` and `extend` are then what
-    holds beyond all windows and with every expert touched.
+    `prices` are those of `kinds`. `fresh` and `extend` are then what holds beyond all windows and with every expert
+    touched.
     """
 
     prices: tuple[_LayerPrice, ...] = ()
-    order: tuple[int, ...] = ()
     pass_overhead_s: float = 0.0
 
     def pass_s(self, resident: int, new: int) -> float:
         """Seconds of one pass over all layers, LM head apart; no tokens cost nothing."""
         if new <= 0:
             return 0.0
-        each = [price.seconds(resident, new) for price in self.prices]
-        return self.pass_overhead_s + sum(each[kind] for kind in self.order)
+        return self.whole_and_kinds_s(resident, new)[0]
 
-    def layers_s(self, resident: int, new: int) -> Sequence[float]:
-        """Seconds each layer takes in one pass, the pass's own overhead shared among them."""
+    def whole_and_kinds_s(self, resident: int, new: int) -> tuple[float, Sequence[float]]:
+        """`pass_s`, and what each layer of each of `kinds` takes, the pass's own overhead shared among them."""
         if new <= 0:
-            return [0.0] * self.layers
+            return 0.0, [0.0] * len(self.prices)
+        each = [price.seconds(resident, new) for price in self.prices]
         shared = self.pass_overhead_s / self.layers
-        each = [shared + price.seconds(resident, new) for price in self.prices]
-        return [each[kind] for kind in self.order]
+        return self.pass_overhead_s + sum([each[kind] for kind in self.order]), [shared + one for one in each]
 
     def prefill_s(self, resident: int, new: int, chunk_tokens: int | None = None) -> float:
         """Seconds of all passes when the engine prefills at most `chunk_tokens` a pass (None: all in one)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
@@ -52,12 +53,62 @@ def lowest_maximum(
     return best, larger[best]
 
 
+# Of a search for a balance, so many steps follow straight lines alone; then every other one halves what is left.
+_STRAIGHT = 4
+
+
+def balanced(
+    rising: Callable[[int], float],
+    falling: Callable[[int], float],
+    points: Sequence[int],
+    guess: int,
+    beyond: float = math.inf,
+) -> tuple[int, float] | None:
+    """What `lowest_maximum` finds, looked for from `guess` on; None where it is sure to be above `beyond`.
+
+    Of points on one side of any other, `rising` or `falling` says the least that the larger of the two may be.
+    """
+    left, right = -1, len(points)
+    at = min(max(bisect_left(points, guess), 0), right - 1)
+    best, least = points[at], math.inf
+    earlier, at_earlier, steps = at, 0.0, 0
+    while True:
+        one, other = rising(points[at]), falling(points[at])
+        gap = one - other
+        larger, smaller = (one, other) if gap > 0 else (other, one)
+        if smaller > beyond:
+            return None
+        if larger < least:
+            best, least = points[at], larger
+        if gap < 0:
+            left = at
+        else:
+            right = at
+        if right - left <= 1 or not gap:
+            return best, least
+        steps += 1
+        if steps > _STRAIGHT and steps % 2:
+            new = (left + right) // 2
+        else:
+            # As if both were lines: through the last two points, or from the ends to this one.
+            if steps > 1 and gap != at_earlier:
+                per_point = (gap - at_earlier) / (at - earlier)
+            else:
+                per_point = one / (at + 1) + other / (len(points) - at)
+            to = -gap / per_point if per_point > 0 else 0.0
+            if steps > 1 and gap * at_earlier > 0:
+                to *= 2  # twice on the same side: rather a step too far
+            new = min(max(at + math.floor(to), left + 1), right - 1)
+        earlier, at_earlier, at = at, gap, new
+
+
 def closed_in(
-    cost: Callable[[int], float], points: Sequence[int], also: Iterable[int] = (), grid: int = GRID
+    cost: Callable[[int, float], float], points: Sequence[int], also: Iterable[int] = (), grid: int = GRID
 ) -> int:
     """The cheapest point found by an even grid, and then by halving steps around the best one so far.
 
-    The neighbours of `also` are tried beside the grid. A dip narrower than the grid may be missed.
+    `cost` is told the cost of the best point so far: what costs more may be given as any number above that. The
+    neighbours of `also` are tried beside the grid. A dip narrower than the grid may be missed.
     """
     last = len(points) - 1
     step = max(1, last // grid)
@@ -65,12 +116,25 @@ def closed_in(
     for value in also:
         at = bisect_left(points, value)
         tried.update(near for near in (at - 1, at) if 0 <= near <= last)
-    known: dict[int, float] = {at: cost(points[at]) for at in sorted(tried)}
-    best = min(known, key=lambda at: known[at])
+    known: dict[int, float] = {}
+    best, least = 0, math.inf
+    # From the cheaper end on, so that as soon as possible it is known what costs more than the best.
+    ordered = sorted(tried)
+    for at in (0, last):
+        known[at] = cost(points[at], least)
+        if known[at] < least:
+            best, least = at, known[at]
+    for at in ordered if best == 0 else reversed(ordered):
+        if at not in known:
+            known[at] = cost(points[at], least)
+            if known[at] < least or (known[at] == least and at < best):
+                best, least = at, known[at]
     while step > 1:
         step = (step + 1) // 2
-        for at in (best - step, best + step):
+        middle = best
+        for at in (middle - step, middle + step):
             if 0 <= at <= last and at not in known:
-                known[at] = cost(points[at])
-        best = min(known, key=lambda at: known[at])
+                known[at] = cost(points[at], least)
+                if known[at] < least:
+                    best, least = at, known[at]
     return points[best]

@@ -57,6 +57,11 @@ class TransferCost:
         """The transfers of a run that ends `after` tokens before the load does."""
         return self
 
+    @property
+    def reach(self) -> int:
+        """After how many tokens more `before` says nothing else."""
+        return 0
+
     def behind(self, seconds: float) -> TransferCost:
         """The same transfers over a link that is busy for so long."""
         return replace(self, queued_s=seconds) if seconds > self.queued_s else self

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from operator import itemgetter
 
 from kvlane.policy.lane import Lane, estimated
 from kvlane.policy.path_cost import Part
 from kvlane.policy.plan import Estimate, Path
-from kvlane.policy.search import closed_in, lowest_maximum
-from kvlane.policy.transfer_cost import Computes
+from kvlane.policy.search import balanced, closed_in, lowest_maximum
+from kvlane.policy.waits import SURELY, Ends, Then, Waits
+
+# Where to cut a load that begins and ends there, and how long it is waited for then.
+Cut = Callable[[int, int, Then], tuple[int, float] | None]
 
 # Split points tried before the best of them is closed in on: each takes a search for the boundary of its own.
 _GRID = 12
@@ -22,98 +26,139 @@ class TwoTiers:
     """One request's choices on two tiers.
 
     `first` brings tokens from where the load begins, `last` those after a boundary. A layer is there when both have
-    brought their tokens of it. Over one link the second run follows the first.
+    brought their tokens of it. Over one link the second run follows the first. `ends` is what follows loads of this
+    request.
+
+    Each way is None also where it is sure to be later than `beyond`, in seconds.
     """
 
-    def __init__(self, first: Lane, last: Lane) -> None:
-        self.first, self.last = first, last
+    def __init__(self, first: Lane, last: Lane, ends: Ends) -> None:
+        self.first, self.last, self.ends = first, last, ends
         self.cost, self.request = last.cost, last.request
         self.start, self.usable = last.start, last.usable
         self.more = first.usable > last.usable
         self.events = self.cost.executor != "bulk" and bool(first.transfer.event_s or last.transfer.event_s)
         self.one_link = first.transfer.link.name == last.transfer.link.name
+        self._waits, self._eventless = (first.waits(), last.waits()), (first.eventless(), last.eventless())
+        # How much of a load is the first tier's share: where the next boundary is looked for.
+        self._share = 0.5
 
-    def load(self) -> Estimate | None:
+    def load(self, beyond: float = math.inf) -> Estimate | None:
         """Loading everything usable, None where `first` has more of it or no boundary lies inside it."""
         if self.more or not self.first.cuts(self.start, self.usable):
             return None
-        return self._estimate("load", self.start, self.usable)
+        return self._estimate("load", self.start, self.usable, beyond)
 
-    def best_split(self) -> Estimate | None:
+    def best_split(self, beyond: float = math.inf) -> Estimate | None:
         """The fastest prefix split found that loads from both."""
         boundaries = self.first.cuts(self.start, self.usable)
         ends = self.last.cuts(boundaries[0], self.usable + self.more) if boundaries else ()
         if not ends:
             return None
-        return self._estimate("split", self.start, closed_in(self._ttft, ends, grid=_GRID))
+        return self._estimate("split", self.start, closed_in(self._ttft, ends, grid=_GRID), beyond)
 
-    def _ttft(self, end: int) -> float:
-        prompt, chunk = self.request.prompt_tokens, self.request.prefill_chunk_tokens
-        _, wait = self._boundary(self.start, end, self.cost.computes(end, prompt, chunk))
-        return self.cost.recompute_s(end, prompt, chunk) + max(self.request.device_busy_s, wait)
+    def _ttft(self, end: int, beyond: float) -> float:
+        then, busy_s = self.ends.at(end), self.request.device_busy_s
+        wait_s = busy_s
+        if then.rest_s + busy_s <= beyond:
+            # Sure to be above `beyond`, where there is no boundary that would have it below.
+            found = self._boundary(self.start, end, then, (beyond - then.rest_s) * SURELY)
+            wait_s = math.inf if found is None else max(busy_s, found[1])
+        return then.rest_s + wait_s
 
-    def two_ended(self) -> Estimate | None:
+    def two_ended(self, beyond: float = math.inf) -> Estimate | None:
         """The fastest way to compute the front while both bring the rest."""
         boundaries = self.first.cuts(self.start, self.usable)
         begins = self.first.cuts(self.start, boundaries[-1]) if boundaries else ()
         if not begins:
             return None
-        request, cost = self.request, self.cost
-        computes = cost.computes(self.usable, request.prompt_tokens, request.prefill_chunk_tokens)
+        request, prefill, then = self.request, self.cost.prefill, self.ends.at(self.usable)
 
         def front(begin: int) -> float:
-            ahead = cost.prefill.prefill_s(self.start, begin - self.start, request.prefill_chunk_tokens)
+            ahead = prefill.prefill_s(self.start, begin - self.start, request.prefill_chunk_tokens)
             return request.device_busy_s + ahead
 
-        def wait(begin: int) -> float:
-            return self._boundary(begin, self.usable, computes)[1]
+        def waited(cut: Cut) -> Callable[[int], float]:
+            def wait(begin: int) -> float:
+                found = cut(begin, self.usable, then)
+                assert found is not None
+                return found[1]
 
-        return self._estimate("split", lowest_maximum(front, wait, begins)[0], self.usable)
+            return wait
 
-    def _estimate(self, path: Path, begin: int, end: int) -> Estimate:
-        request = self.request
-        computes = self.cost.computes(end, request.prompt_tokens, request.prefill_chunk_tokens)
-        boundary, _ = self._boundary(begin, end, computes)
+        least = waited(self._balance if self.events else self._boundary)
+        middle = begins[len(begins) // 2]
+        found = balanced(front, least, begins, middle, (beyond - then.rest_s) * SURELY)
+        if found is None:
+            return None
+        begin = found[0]
+        if self.events:
+            begin, _ = lowest_maximum(front, waited(self._boundary), begins)
+        return self._estimate("split", begin, self.usable, beyond)
+
+    def _estimate(self, path: Path, begin: int, end: int, beyond: float) -> Estimate | None:
+        then = self.ends.at(end)
+        beyond = (beyond - then.rest_s) * SURELY
+        found = self._boundary(begin, end, then, beyond)
+        if found is None or found[1] > beyond:
+            return None
         band = max(self.first.band, self.last.band)
-        return estimated(self.cost, request, path, self._cut(begin, boundary, end), band)
+        return estimated(self.cost, self.request, path, self._cut(begin, found[0], end), band)
 
-    def _boundary(self, begin: int, end: int, computes: Computes) -> tuple[int, float]:
-        """Where `[begin, end)` is best cut in two, and how long the two runs are waited for then."""
+    def _boundary(
+        self, begin: int, end: int, then: Then, beyond: float = math.inf
+    ) -> tuple[int, float] | None:
+        """Where `[begin, end)` is best cut in two, and how long the two runs are waited for then; None where that is
+        sure to be longer than `beyond`."""
         if self.one_link:
             # One after the other nothing is balanced: each token costs what it costs from its tier.
             points = self.first.cuts(begin, end)
-            ends = [(point, self._wait(begin, point, end, computes)[0]) for point in (points[-1], points[0])]
+            ends = [(point, self._wait(begin, point, end, then)[0]) for point in (points[-1], points[0])]
             return min(ends, key=itemgetter(1))
-        boundary, wait = self._balance(begin, end, computes, 1)
-        if not self.events:
-            return boundary, wait
+        least = self._balance(begin, end, then, beyond)
+        if least is None or not self.events:
+            return least
         # The layers that share an event are the same on both links: their number follows from the boundary, and the
         # boundary from their number.
-        best, group = (boundary, math.inf), 1
+        best, group = (begin, math.inf), 1
         for _ in range(_ROUNDS):
-            wait, best_group = self._wait(begin, boundary, end, computes)
+            first, last = self._waited(self._waits, begin, end, then, group)
+            boundary, _ = lowest_maximum(first, last, self.first.cuts(begin, end))
+            wait, best_group = self._wait(begin, boundary, end, then)
             best = min(best, (boundary, wait), key=itemgetter(1))
             if best_group == group:
                 break
             group = best_group
-            boundary, _ = self._balance(begin, end, computes, group)
         return best
 
-    def _balance(self, begin: int, end: int, computes: Computes, group_layers: int) -> tuple[int, float]:
-        """Where neither run is waited for longer than the other."""
-        cost = self.cost
+    def _balance(
+        self, begin: int, end: int, then: Then, beyond: float = math.inf
+    ) -> tuple[int, float] | None:
+        """Where neither run is waited for longer than the other, if events cost nothing."""
+        first, last = self._waited(self._eventless, begin, end, then)
+        guess = begin + round(self._share * (end - begin))
+        found = balanced(first, last, self.first.cuts(begin, end), guess, beyond)
+        if found is not None:
+            self._share = (found[0] - begin) / (end - begin)
+        return found
+
+    @staticmethod
+    def _waited(
+        waits: tuple[Waits, Waits], begin: int, end: int, then: Then, group_layers: int = 1
+    ) -> tuple[Callable[[int], float], Callable[[int], float]]:
+        """How long each run is waited for, by the boundary."""
+        first_s, last_s = waits[0].seconds, waits[1].seconds
 
         def first(point: int) -> float:
-            run = self.first.transfer.before(end - point)
-            return cost.alone_s(run, point - begin, computes, group_layers)
+            return first_s(point - begin, end - point, then, group_layers)
 
         def last(point: int) -> float:
-            return cost.alone_s(self.last.transfer, end - point, computes, group_layers)
+            return last_s(end - point, 0, then, group_layers)
 
-        return lowest_maximum(first, last, self.first.cuts(begin, end))
+        return first, last
 
-    def _wait(self, begin: int, boundary: int, end: int, computes: Computes) -> tuple[float, int]:
-        wait, _, group = self.cost.arrival(self._cut(begin, boundary, end), computes)
+    def _wait(self, begin: int, boundary: int, end: int, then: Then) -> tuple[float, int]:
+        wait, _, group = self.cost.arrival(self._cut(begin, boundary, end), then.computes)
         return wait, group
 
     def _cut(self, begin: int, boundary: int, end: int) -> tuple[Part, Part]:

@@ -6,16 +6,25 @@ asserts on a time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvlane.policy import Planner, Request, load_machine, load_model
+from kvlane.policy import Link, Planner, Request, Tier, load_machine, load_model
 from kvlane.policy.lane import Lane
 from kvlane.policy.plan import EXECUTORS, Executor
 
 MODEL, H100 = load_model("llama-3.1-8b"), load_machine("h100-sxm")
 ONE_HIT = {"host": 12_368}
+# Four tiers at links of their own, for layers of two kinds: twelve ways to load from two at once, and searches in each.
+RATES = {"host": 50e9, "cxl": 28e9, "ssd": 12e9, "net": 20e9}
+FOUR_TIERS = replace(
+    H100,
+    links={name: Link(name, rate, per_copy_s=2e-6, latency_s=1e-5) for name, rate in RATES.items()},
+    tiers={name: Tier(name, name, run_tokens=0) for name in RATES},
+)
+FOUR_HITS = Request(120_000, {"host": 72_000, "cxl": 96_000, "ssd": 119_998, "net": 108_000})
 REQUESTS = {
     "one_hit": Request(12_370, ONE_HIT),
     "chunks": Request(12_370, ONE_HIT, prefill_chunk_tokens=2048),
@@ -33,6 +42,18 @@ def test_a_decision(benchmark: Any, executor: Executor, kind: str) -> None:
     assert plan == fresh
     assert plan.to_dict() == fresh.to_dict()
     assert all(estimate is not None for estimate in plan.estimates.values())
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-120b"])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_decision_among_four_tiers_of_a_model_of_unlike_layers(
+    benchmark: Any, executor: Executor, name: str
+) -> None:
+    model = load_model(name)
+    planner = Planner(model, FOUR_TIERS, executor=executor)
+    plan = benchmark.pedantic(planner.decide, (FOUR_HITS,), rounds=10, iterations=1, warmup_rounds=1)
+    assert plan == Planner(model, FOUR_TIERS, executor=executor).decide(FOUR_HITS)
+    assert len(plan.load) == 2
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
