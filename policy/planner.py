@@ -212,13 +212,15 @@ class Planner:
     def _pairs(self, lanes: Sequence[Lane], ends: Ends) -> tuple[list[TwoTiers], list[TwoTiers]]:
         """Two tiers at once: all that differ, and those that only loads as far as the shorter hit tell apart.
 
-        As long as layers and load units are all alike, it is all one which tier brings which end.
+        As long as layers and load units are all alike, it is all one which tier brings which end; over one link it is
+        not where one of them delivers whole chunks, under which no layer is computed.
         """
         alike = self._plain and all(lane.start % lane.unit == 0 for lane in lanes)
         both, shorter = [], []
         for one, other in combinations(sorted(lanes, key=lambda lane: lane.usable), 2):
             both.append(TwoTiers(one, other, ends))
-            if not alike:
+            follows = one.transfer.link.name == other.transfer.link.name
+            if not alike or (follows and one.transfer.by_layer != other.transfer.by_layer):
                 both.append(TwoTiers(other, one, ends))
             elif one.usable < other.usable:
                 shorter.append(TwoTiers(other, one, ends))

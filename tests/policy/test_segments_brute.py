@@ -172,3 +172,25 @@ def test_no_plan_of_any_form_beats_the_chosen_one_by_more_than_the_tie_margin(
     assert plan.ttft_s >= best * (1 - 1e-9)
     assert plan.ttft_s <= best * (1 + max(planner.tie_margin, 0.01)) * (1 + 1e-9)
     event(f"{planner.executor}: {plan.path} of {len(plan.load)}")
+
+
+def test_over_one_link_whole_chunks_come_first_and_layers_are_computed_under_what_follows(
+    replay: Any,
+) -> None:
+    """Whichever tier is named first."""
+    tiers = {
+        "host": Tier("host", "one", layout="chunk_major"),
+        "disk": Tier("disk", "one", run_tokens=0),
+    }
+    planner = Planner(
+        SIMPLE,
+        Machine("one link", Device("one link"), {"one": Link("one", 1.2e6, 1e-3)}, tiers, ()),
+        executor="layered",
+        calibration=Calibration(PrefillCost(4, PER_TOKEN, PER_TOKEN, floor_s=0.01), 0.1, "drawn at random"),
+        tie_margin=0.0,
+    )
+    for hits in ({"disk": 2, "host": 2}, {"host": 2, "disk": 2}):
+        request = Request(3, hits, load_unit_tokens=1, prefill_chunk_tokens=1)
+        plan = planner.decide(request)
+        assert [part.tier for part in plan.load] == ["host", "disk"]
+        assert plan.ttft_s <= best_of_all_s(replay, planner, request) * (1 + 1e-9)
