@@ -39,7 +39,8 @@ def windowed_pairs(resident: int, new: int, window: int) -> float:
     """The same where a query attends at most `window` keys, its own among them."""
 
     end = resident + new
-    inside, before = min(end, window), min(resident, window)
+    inside = end if end < window else window
+    before = resident if resident < window else window
     attended = inside * (inside + 1) / 2 + (end - inside) * window
     return attended - (before * (before + 1) / 2 + (resident - before) * window)
 

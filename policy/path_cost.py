@@ -113,13 +113,15 @@ class PathCost:
             tokens = end - start
             beyond = transfer.group_waits(tokens, computes)
             awaited = len(transfer.moving(tokens))
-            own = transfer.lead_s(tokens) - transfer.queued_s
+            queued, event = transfer.queued_s, transfer.event_s
+            own = transfer.lead_s(tokens) - queued
             copying = transfer.total_s(tokens) - transfer.lead_s(tokens)
             for at, size in enumerate(sizes):
-                lead = own + max(transfer.queued_s, done[at] if follows else 0.0)
-                done[at] = lead + copying + -(-awaited // size) * transfer.event_s
+                lead = own + (max(queued, done[at]) if follows else queued)
+                done[at] = lead + copying + -(-awaited // size) * event
                 if beyond:
-                    waits[at] = max(waits[at], lead + beyond[min(size, len(beyond)) - 1])
+                    late = lead + beyond[at if at < len(beyond) else -1]
+                    waits[at] = late if late > waits[at] else waits[at]
         return waits.index(min(waits)) + 1
 
     def _arrival(

@@ -37,11 +37,11 @@ def grouped(arrivals: Sequence[float], group: int, event_s: float = 0.0) -> list
 
     Recording an event costs `event_s` on the link, after the group's copies.
     """
-    layers = len(arrivals)
-    return [
-        arrivals[min(layers, (layer // group + 1) * group) - 1] + (layer // group + 1) * event_s
-        for layer in range(layers)
-    ]
+    layers, found = len(arrivals), list[float]()
+    for number, first in enumerate(range(0, layers, group), 1):
+        count = min(group, layers - first)
+        found += [arrivals[first + count - 1] + number * event_s] * count
+    return found
 
 
 def recurrence(arrivals: Sequence[float], computes: Sequence[float], begin_s: float = 0.0) -> list[float]:
@@ -67,7 +67,8 @@ def longest_wait(arrivals: Sequence[float], computes: Sequence[float]) -> float:
     before = 0.0
     wait = 0.0
     for arrival, compute in zip(arrivals, computes, strict=True):
-        wait = max(wait, arrival - before)
+        late = arrival - before
+        wait = late if late > wait else wait
         before += compute
     return wait
 
@@ -84,7 +85,8 @@ def group_waits(copied: Sequence[float], needed: Sequence[float], event_s: float
         fired, wait = 0.0, -math.inf
         for first in range(0, count, group):
             fired += event_s
-            late = copied[min(first + group, count) - 1] + fired - needed[first]
+            end = first + group
+            late = copied[(end if end < count else count) - 1] + fired - needed[first]
             wait = late if late > wait else wait
         waits.append(wait)
     return waits

@@ -254,6 +254,12 @@ class _LayerPrice:
         """Seconds to read all of the layer's weights."""
         return self.layer.weight_bytes(self.weight_element_bytes) * self.weight_byte_s
 
+    def touched_s(self, tokens: int) -> float:
+        """Seconds to read the weights that `tokens` tokens touch."""
+        if self.dense_s is not None:
+            return self.dense_s
+        return self.layer.weight_bytes(self.weight_element_bytes, tokens) * self.weight_byte_s
+
     @property
     def pair_s(self) -> float:
         """Seconds per attended pair beyond all windows: none where one bounds the pairs."""
@@ -269,14 +275,12 @@ class _LayerPrice:
 
     def seconds(self, resident: int, new: int) -> float:
         """Seconds of the layer in a pass of `new` tokens after `resident` cached ones."""
-        layer, weights_s = self.layer, self.dense_s
-        if weights_s is None:
-            weights_s = layer.weight_bytes(self.weight_element_bytes, new) * self.weight_byte_s
+        layer = self.layer
         return (
             self.fixed_s
             + self.token_s * new
             + layer.attention_flop(resident, new) / self.attention_flops
-            + weights_s
+            + self.touched_s(new)
             + self.row_s * layer.moved_tokens(resident + new)
         )
 
@@ -284,7 +288,7 @@ class _LayerPrice:
         """Seconds of the layer in `count` passes of `chunk` tokens each, the first after `resident` cached ones."""
         layer = self.layer
         each = self.fixed_s + self.token_s * chunk
-        each += layer.weight_bytes(self.weight_element_bytes, chunk) * self.weight_byte_s
+        each += self.touched_s(chunk)
         return (
             count * each
             + attention_flop_of_chunks(layer, resident, chunk, count) / self.attention_flops
@@ -323,5 +327,5 @@ class LayerwisePrefill(PrefillCost):
             return self.pass_s(resident, new)
         count, rest = divmod(new, chunk_tokens)
         each = [price.chunks_s(resident, chunk_tokens, count) for price in self.prices]
-        total = count * self.pass_overhead_s + sum(each[kind] for kind in self.order)
+        total = count * self.pass_overhead_s + sum([each[kind] for kind in self.order])
         return total + self.pass_s(resident + count * chunk_tokens, rest)

@@ -13,26 +13,34 @@ SURELY = 1 + 1e-9
 
 
 class Then:
-    """What follows a load that ends at `end`: `rest_s` is all of it with the first token, `kinds_s` what each layer of
-    each kind takes in the first pass, during which others may arrive."""
+    """What follows a load that ends at `end`: `rest_s` for all of it with the first token, and what each layer of the
+    first pass takes, during which others may arrive."""
 
-    __slots__ = ("_computes", "_cost", "_request", "due_s", "end", "kinds_s", "rest_s")
+    __slots__ = ("_computes", "_cost", "_first", "_kinds_s", "due_s", "end", "rest_s")
 
     def __init__(self, cost: PathCost, request: Request, end: int) -> None:
-        self._cost, self._request, self.end = cost, request, end
+        self._cost, self.end = cost, end
         self._computes: Computes | None = None
         # When compute would get to some of the layers had it never waited, by which these are.
         self.due_s: dict[object, Sequence[float]] = {}
         prefill, prompt, chunk = cost.prefill, request.prompt_tokens, request.prefill_chunk_tokens
-        self.kinds_s: Sequence[float] = ()
+        rest = prompt - end
+        self._first = rest if chunk is None else min(chunk, rest)
+        self._kinds_s: Sequence[float] | None = None
         if cost.executor == "bulk":
-            self.rest_s = cost.recompute_s(end, prompt, chunk)
-            return
-        first = prompt - end if chunk is None else min(chunk, prompt - end)
-        whole_s, self.kinds_s = prefill.whole_and_kinds_s(end, first)
-        if first < prompt - end:
-            whole_s = prefill.prefill_s(end, prompt - end, chunk)
-        self.rest_s = whole_s + prefill.head_s
+            self._kinds_s, self.rest_s = (), cost.recompute_s(end, prompt, chunk)
+        elif self._first < rest:
+            self.rest_s = prefill.prefill_s(end, rest, chunk) + prefill.head_s
+        else:
+            whole_s, self._kinds_s = prefill.whole_and_kinds_s(end, rest)
+            self.rest_s = whole_s + prefill.head_s
+
+    @property
+    def kinds_s(self) -> Sequence[float]:
+        """Seconds of each layer of each kind in the first pass; nothing where none waits for its own."""
+        if self._kinds_s is None:
+            self._kinds_s = self._cost.prefill.whole_and_kinds_s(self.end, self._first)[1]
+        return self._kinds_s
 
     @property
     def computes(self) -> Computes:
