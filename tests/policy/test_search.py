@@ -93,6 +93,15 @@ def _tried(cost: Callable[[int, float], float], points: range, also: list[int], 
     return tried
 
 
+def test_of_points_that_cost_the_same_the_first_is_taken_from_whichever_end_they_are_tried() -> None:
+    for costs in ([5, 1, 9, 1, 4], [4, 1, 9, 1, 5], [1, 1, 1]):
+
+        def cost(at: int, _: float, costs: list[int] = costs) -> float:
+            return costs[at]
+
+        assert closed_in(cost, range(len(costs))) == costs.index(1)
+
+
 def test_a_cost_is_told_the_best_so_far() -> None:
     beyonds: list[float] = []
 
