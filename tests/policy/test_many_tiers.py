@@ -147,13 +147,20 @@ def left_out_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @given(data=st.data(), planner=planners())
 @settings(max_examples=250)
-def test_what_is_left_out_changes_neither_the_plan_nor_an_estimate(data: Any, planner: Planner) -> None:
+def test_what_is_left_out_makes_neither_the_plan_nor_an_estimate_later(data: Any, planner: Planner) -> None:
     request = data.draw(requests(planner))
     plan = planner.decide(request)
     with pytest.MonkeyPatch.context() as patch:
         left_out_nothing(patch)
         whole = planner.decide(request)
-    assert plan == whole
+    assert plan.path == whole.path
+    assert plan.estimates.keys() == whole.estimates.keys()
+    for path, estimate in plan.estimates.items():
+        best = whole.estimates[path]
+        assert (estimate is None) == (best is None)
+        if estimate is not None and best is not None:
+            # Of two boundaries that are waited for equally long either may be found.
+            assert estimate.ttft_s == pytest.approx(best.ttft_s, rel=1e-12)
     event(f"{planner.executor}: {plan.path} of {len(plan.load)}")
 
 
