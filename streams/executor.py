@@ -49,12 +49,10 @@ MAX_DEADLINE_S = 1e6
 """Eleven days, below what every clock and lock can wait: a load without a deadline could hold its memory for ever."""
 
 
-def check_deadline(deadline_s: float) -> None:
+def check_deadline(deadline_s: float, field: str = "deadline_s") -> None:
     """Raises InputError for a time that is not positive, or longer than can be waited."""
     if not 0 < deadline_s <= MAX_DEADLINE_S:
-        raise InputError(
-            "deadline_s", f"is {deadline_s}", f"a positive time of at most {MAX_DEADLINE_S:.0f} s"
-        )
+        raise InputError(field, f"is {deadline_s}", f"a positive time of at most {MAX_DEADLINE_S:.0f} s")
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +125,9 @@ class LayerExecutor:
 
         Args:
             parts: runs that follow one another, each on the stream of its tier; they are retained, so the caller's
-                handles may be closed at any time.
+                handles may be closed at any time. That is done on this thread, and a store that stalls in it holds this
+                one up, unless it is asked elsewhere (`streams.visit`); `verify`, `copies` and all that comes after them
+                are called on threads of the load's own.
             destination: device memory, uint8 [region.nbytes]. Nothing else may touch the runs' tokens in it until
                 the load has settled.
             region: how `destination` is arranged.

@@ -27,6 +27,10 @@ class LoadRefusedError(RuntimeError):
     """There is no room for one more load: too many earlier ones have copies that never ended."""
 
 
+class StoreSilentError(RuntimeError):
+    """A store has not answered in time, or was not asked, since it has not come back from an earlier call."""
+
+
 class PrefillCancelledError(RuntimeError):
     """The request was called off while it was prefilled."""
 

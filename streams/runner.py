@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvlane.policy.breaker import CircuitBreaker
@@ -16,9 +17,15 @@ from kvlane.streams.backend import Backend, Flag
 from kvlane.streams.executor import DEFAULT_DEADLINE_S, check_deadline
 from kvlane.streams.faults import LoadFailure
 from kvlane.streams.load import Mode
+from kvlane.streams.store_thread import StoreThread
 from kvlane.streams.timing import PartTiming
+from kvlane.streams.visit import Visit, VisitedRun
 from kvlane.transfer.identity import EncodedIds, KvIdentity, TokenIds, encode_token_ids
 from kvlane.transfer.store import Hit, KvSafetyError, StaleHitError, Store, StoredRun
+
+DEFAULT_STORE_DEADLINE_S = 1.0
+_SHORTEST_DEADLINE_S = 1e-3
+"""Of a load whose runs were opened as the time ran out: a deadline must be positive."""
 
 
 class Result(Protocol):
@@ -59,7 +66,10 @@ class Engine(Protocol[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[R]):
-    """One request answered: the engine's result, the plan that was run, and every tier's failure on the way to it."""
+    """One request answered: the engine's result, the plan that was run, and every tier's failure on the way to it.
+
+    A close that goes wrong later is counted, and in no answer.
+    """
 
     result: R
     plan: Plan
@@ -72,24 +82,39 @@ class _Attempt:
 
     ids: EncodedIds
     resident: int
+    until_s: float  # nothing of a store is waited for after that
+    visits: dict[str, Visit] = field(default_factory=dict)
     hits: dict[str, Hit] = field(default_factory=dict)
     admitted: set[str] = field(default_factory=set)  # by the breaker
-    runs: list[StoredRun] = field(default_factory=list)
+    runs: list[VisitedRun] = field(default_factory=list)
     failures: list[LoadFailure] = field(default_factory=list)
 
 
 class PlanRunner(Generic[R]):
     """Answers prompts on one engine. Methods may be called from any thread, as far as the engine allows it.
 
-    A tier that fails, in a lookup or in a load, costs time and never the answer. After failures in a row it is left
-    alone, and later probed, as the breaker says.
+    A tier that fails, in a lookup or in a load, or does not answer in time, costs time and never the answer. After
+    failures in a row it is left alone, and later probed, as the breaker says.
+
+    Stores are asked on threads of their own (`StoreThread`), all of them at once: `lookup`, `open`, and `retain` and
+    `close` of runs. One that has not come back from a call is not asked again before it has: requests go on without
+    it at once, it holds one thread and no more, and a run that it opens too late is closed. No answer waits for a
+    close that takes long. While a run loads, its `verify`, `copies` and `count_moved` are called on the load's own
+    threads, within the deadline. All else of a run or a store is taken to be answered from memory, on the thread that
+    asks: attributes, `check` and `layer_nbytes`.
+
+    Calls of one store come one after another, also those of requests beside each other. Its thread ends soon after the
+    last of them, so that there is nothing to close. The backend's `close` waits for a store that has not come back, as
+    it does for a copy.
 
     Args:
         planner: for the engine's model; its machine names the tiers.
-        stores: one for each tier, all of one load unit. Lookups and opens run on the calling thread: a store must
-            answer them from memory.
+        stores: one for each tier, all of one load unit.
         breaker: by tier; a fresh one if None.
-        deadline_s: of a load.
+        deadline_s: from a request's start; what is not loaded by then is computed.
+        store_deadline_s: what a request waits for one store in seconds, all calls together, and never longer than
+            `deadline_s`. A hit that takes longer to find than its tokens to recompute is worth nothing: set it to
+            what a usual recompute takes, if that is less.
 
     Raises:
         InputError: two stores of one tier, or of different load units, or none; a deadline that cannot be waited for.
@@ -103,16 +128,21 @@ class PlanRunner(Generic[R]):
         breaker: CircuitBreaker | None = None,
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        store_deadline_s: float = DEFAULT_STORE_DEADLINE_S,
     ) -> None:
         check_deadline(deadline_s)
+        check_deadline(store_deadline_s, "store_deadline_s")
         self.engine = engine
         self.planner = planner
         self.deadline_s = deadline_s
         self.breaker = CircuitBreaker() if breaker is None else breaker
         self._stores = _by_tier(stores)
+        self._threads = {
+            tier: StoreThread(engine.backend, f"store-{tier}", store_deadline_s) for tier in self._stores
+        }
         self._unit = next(iter(self._stores.values())).unit_tokens
         self._counts: Counter[tuple[str, int | None]] = Counter()
-        self._lock = threading.Lock()  # for the breaker and the counts
+        self._lock = threading.Lock()  # for the breaker and the counts; not held while the backend is called
 
     @property
     def failure_counts(self) -> Mapping[tuple[str, int | None], int]:
@@ -135,11 +165,10 @@ class PlanRunner(Generic[R]):
             PrefillCancelledError: the request was called off.
             KvSafetyError: the engine is in use or closed.
         """
-        now = self.engine.backend.now
-        submitted = now() if submitted_s is None else submitted_s
-        attempt = _Attempt(encode_token_ids(token_ids), resident)
-        self._look_up(attempt)
+        began = self._now()
+        attempt = _Attempt(encode_token_ids(token_ids), resident, began + self.deadline_s)
         try:
+            self._look_up(attempt)
             plan = self._decide(attempt)
             result = self.engine.prefill(
                 token_ids,
@@ -147,8 +176,8 @@ class PlanRunner(Generic[R]):
                 attempt.runs,
                 mode="bulk" if plan.executor == "bulk" else "layered",
                 group_layers=plan.group_layers,
-                submitted_s=submitted,
-                deadline_s=self.deadline_s,
+                submitted_s=began if submitted_s is None else submitted_s,
+                deadline_s=max(_SHORTEST_DEADLINE_S, attempt.until_s - self._now()),
                 cancel=cancel,
             )
         finally:
@@ -156,22 +185,49 @@ class PlanRunner(Generic[R]):
         self._report(attempt, result)
         return Answer(result, plan, tuple(attempt.failures))
 
+    def _now(self) -> float:
+        return self.engine.backend.now()
+
     def _look_up(self, attempt: _Attempt) -> None:
         """Hits in every tier that is not shut off; a tier that fails has none."""
+        asked = {}
         for tier, store in self._stores.items():
+            now = self._now()
             with self._lock:
-                if not self.breaker.would_admit(tier, self.engine.backend.now()):
+                if not self.breaker.would_admit(tier, now):
                     continue
+            visit = attempt.visits[tier] = self._visit(attempt, tier)
+            lookup = partial(store.lookup, self.engine.identity, attempt.ids)
             try:
-                attempt.hits[tier] = store.lookup(self.engine.identity, attempt.ids)
+                asked[tier] = visit.ask("lookup", lookup)
+            except (InputError, KvSafetyError):
+                raise
+            except Exception as error:  # noqa: BLE001  as below
+                self._lookup_failed(attempt, tier, error)
+        for tier, call in asked.items():
+            try:
+                attempt.hits[tier] = attempt.visits[tier].wait(call)
             except (InputError, KvSafetyError):
                 raise
             except Exception as error:  # noqa: BLE001  whatever a store raises, it has nothing for this request
-                self._failed(attempt, LoadFailure(None, tier, f"lookup failed: {error}"))
+                self._lookup_failed(attempt, tier, error)
+
+    def _visit(self, attempt: _Attempt, tier: str) -> Visit:
+        def failed(reason: str) -> None:
+            self._failed(attempt, LoadFailure(None, tier, reason))
+
+        return Visit(self.engine.backend, self._threads[tier], attempt.until_s, failed)
+
+    def _lookup_failed(self, attempt: _Attempt, tier: str, error: Exception) -> None:
+        # Where the tier was shut off, this was its probe: it is shut off again.
+        self._admits(attempt, tier)
+        self._failed(attempt, LoadFailure(None, tier, f"lookup failed: {error}"))
 
     def _decide(self, attempt: _Attempt) -> Plan:
         """A plan whose runs are open; a tier that has lost its hit, or fails, is left out and all decided again."""
         while True:
+            if self._now() >= attempt.until_s:
+                attempt.hits.clear()  # nothing could be loaded any more
             plan = self.planner.decide(self._request(attempt))
             tier = self._open(attempt, plan)
             if tier is None:
@@ -194,12 +250,15 @@ class PlanRunner(Generic[R]):
             tier = segment.tier
             if not self._admits(attempt, tier):
                 return tier
+            opening = partial(
+                self._stores[tier].open,
+                attempt.hits[tier],
+                segment.start,
+                segment.end,
+                load_end=plan.load[-1].end,
+            )
             try:
-                attempt.runs.append(
-                    self._stores[tier].open(
-                        attempt.hits[tier], segment.start, segment.end, load_end=plan.load[-1].end
-                    )
-                )
+                attempt.runs.append(attempt.visits[tier].open(opening))
             except StaleHitError:
                 return tier  # evicted since the lookup: no fault
             except (InputError, KvSafetyError):
@@ -211,18 +270,15 @@ class PlanRunner(Generic[R]):
 
     def _admits(self, attempt: _Attempt, tier: str) -> bool:
         # Once a request: the first yes to a tier that was shut off is its probe, and there is no second one.
+        now = self._now()
         with self._lock:
-            if tier not in attempt.admitted and self.breaker.admit(tier, self.engine.backend.now()):
+            if tier not in attempt.admitted and self.breaker.admit(tier, now):
                 attempt.admitted.add(tier)
         return tier in attempt.admitted
 
     def _close(self, attempt: _Attempt) -> None:
         while attempt.runs:
-            run = attempt.runs.pop()
-            try:
-                run.close()
-            except Exception as error:  # noqa: BLE001  the answer does not depend on it
-                self._failed(attempt, LoadFailure(None, run.tier, f"close failed: {error}"))
+            attempt.runs.pop().close()
 
     def _report(self, attempt: _Attempt, result: R) -> None:
         for failure in result.failures:
@@ -235,9 +291,10 @@ class PlanRunner(Generic[R]):
 
     def _failed(self, attempt: _Attempt, failure: LoadFailure) -> None:
         attempt.failures.append(failure)
+        now = self._now()
         with self._lock:
             self._counts[failure.tier, failure.layer] += 1
-            self.breaker.failed(failure.tier, self.engine.backend.now())
+            self.breaker.failed(failure.tier, now)
 
 
 def _by_tier(stores: Iterable[Store]) -> dict[str, Store]:

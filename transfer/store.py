@@ -66,7 +66,10 @@ class Hit:
 
 
 class StoredRun(Protocol):
-    """Tokens `[start, end)` of one stored prompt, pinned until closed: its memory is neither freed nor rewritten."""
+    """Tokens `[start, end)` of one stored prompt, pinned until closed: its memory is neither freed nor rewritten.
+
+    `verify`, `copies`, `count_moved`, `retain` and `close` may take their time; all else is answered from memory.
+    """
 
     @property
     def tier(self) -> str: ...
@@ -142,7 +145,8 @@ class StoredRun(Protocol):
 
 
 class Store(Protocol):
-    """A tier's store. Every method may be called from any thread."""
+    """A tier's store. Every method may be called from any thread, and may take its time: whoever cannot wait asks on
+    another thread, as `streams.store_thread` does. Properties are answered from memory."""
 
     @property
     def tier(self) -> str: ...

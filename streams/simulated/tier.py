@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, TypeAlias, get_args
 
 from kvlane.streams.simulated.backend import SimulatedBackend
@@ -15,9 +14,10 @@ from kvlane.streams.simulated.memory import POISON
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.host_entry import Entry
 from kvlane.transfer.host_run import HostRun
-from kvlane.transfer.identity import EncodedIds, KvIdentity
-from kvlane.transfer.layout import CopyDescriptor, KvLayout, Region
+from kvlane.transfer.identity import KvIdentity
+from kvlane.transfer.layout import CopyDescriptor, Region
 from kvlane.transfer.store import Hit, HostBytes
+from kvlane.transfer.wrapped import WrappedRun
 
 FaultKind: TypeAlias = Literal[
     "unpinnable", "raise", "stall", "short", "rot", "link", "torn", "late", "stuck"
@@ -78,96 +78,32 @@ class LinkFaults:
         return Disturbance(failure=StoreBrokenError("link down"), copied=int(fault.kind == "torn"))
 
 
-class FaultyRun:
+class FaultyRun(WrappedRun[HostRun]):
     """A run of the host store's, and the fault it has. See `StoredRun`."""
 
     def __init__(self, backend: SimulatedBackend, run: HostRun, fault: Fault | None) -> None:
+        super().__init__(run)
         self._backend = backend
-        self._run = run
         self._fault = fault
 
     def _strikes(self, kind: FaultKind, layer: int) -> bool:
         return self._fault is not None and self._fault.kind == kind and self._fault.layer == layer
 
-    @property
-    def tier(self) -> str:
-        return self._run.tier
-
-    @property
-    def identity(self) -> KvIdentity:
-        return self._run.identity
-
-    @property
-    def token_ids(self) -> EncodedIds:
-        return self._run.token_ids
-
-    @property
-    def start(self) -> int:
-        return self._run.start
-
-    @property
-    def end(self) -> int:
-        return self._run.end
-
-    @property
-    def load_end(self) -> int:
-        return self._run.load_end
-
-    @property
-    def region(self) -> Region:
-        return self._run.region
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._run.layout
-
-    @property
-    def memory(self) -> HostBytes:
-        return self._run.memory
-
-    @property
-    def nbytes(self) -> int:
-        return self._run.nbytes
-
-    @property
-    def bytes_moved(self) -> int:
-        return self._run.bytes_moved
-
-    def layer_nbytes(self, layer: int) -> int:
-        return self._run.layer_nbytes(layer)
-
-    def check(self, destination: Region) -> None:
-        self._run.check(destination)
-
     def verify(self, layer: int) -> None:
         if self._fault is not None and self._strikes("stall", layer):
             self._backend.sleep(self._fault.seconds)
-        self._run.verify(layer)
+        super().verify(layer)
 
     def copies(self, layer: int, destination: Region) -> tuple[CopyDescriptor, ...]:
         if self._strikes("raise", layer):
             raise StoreBrokenError("no descriptors")
-        copies = self._run.copies(layer, destination)
+        copies = super().copies(layer, destination)
         return copies[:-1] if self._strikes("short", layer) else copies
-
-    def count_moved(self, nbytes: int) -> None:
-        self._run.count_moved(nbytes)
 
     def retain(self) -> FaultyRun:
         if self._fault is not None and self._fault.kind == "unpinnable":
             raise StoreBrokenError("no pins left")
         return FaultyRun(self._backend, self._run.retain(), self._fault)
-
-    def close(self) -> None:
-        self._run.close()
-
-    def __enter__(self) -> FaultyRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _TellingStore(HostStore):

@@ -161,23 +161,37 @@ class FaultyStore:
     """A store of which something goes wrong: a call raises, the runs come short or rot, or stand still until `go`.
 
     Args:
-        how: see `FAULTS`, and `stale`, which is none.
+        how: see `LOAD_FAULTS` and `STALLS`; `lookup`, `open` and `close` raise; `stale`, which is no fault.
         layer: where it goes wrong, if at a layer.
     """
 
     def __init__(self, store, how, layer=0):
-        self.store, self.how, self.layer = store, how, layer
-        self.go = threading.Event()
+        self.store = store
+        self.asked = 0  # lookups
+        self.arm(how, layer)
 
     def __getattr__(self, name):
         return getattr(self.store, name)
 
+    def arm(self, how, layer=0):
+        """From now on this goes wrong; what stands still goes on doing so until its own `go`, which is returned."""
+        self.how, self.layer, self.go = how, layer, threading.Event()
+        return self.go
+
+    def stand(self, call):
+        if self.how == f"{call} standing still":
+            # A minute, or a test that fails would never end.
+            assert self.go.wait(60)
+
     def lookup(self, *args):
+        self.asked += 1
+        self.stand("lookup")
         if self.how == "lookup":
             raise OSError("no index")
         return self.store.lookup(*args)
 
     def open(self, *args, **kwargs):
+        self.stand("open")
         if self.how == "open":
             raise OSError("no such file")
         if self.how == "stale":
@@ -193,11 +207,13 @@ class FaultyRun:
         return getattr(self._run, name)
 
     def retain(self):
+        self._store.stand("pin")
         if self._store.how == "pin":
             raise OSError("gone")
         return FaultyRun(self._run.retain(), self._store, retained=True)
 
     def close(self):
+        self._store.stand("close")
         self._run.close()
         if self._store.how == "close" and not self._retained:
             raise OSError("cannot close")
@@ -234,6 +250,10 @@ LOAD_FAULTS = {
 """What goes wrong in a store once there is a load, and a word of what is said of it."""
 
 
+STALLS = tuple(f"{call} standing still" for call in ("lookup", "open", "pin", "close"))
+"""Calls of a store that do not come back before `go`."""
+
+
 def freed(store, timeout_s=10.0):
     """Whether nothing of a store is pinned any more, which a load that was given up need not have come to yet."""
     until = time.monotonic() + timeout_s
@@ -251,6 +271,7 @@ class Kit:
     unit = UNIT
     kinds = tuple(KINDS)
     load_faults = LOAD_FAULTS
+    stalls = STALLS
     FaultyStore = FaultyStore
     SlowBackend = SlowBackend
     FailingBackend = FailingBackend
