@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvlane.policy.crossover import Kept, crossover
+from kvlane.policy.crossover import crossover
 from kvlane.policy.model import usable_tokens
+from kvlane.policy.onset import Onset
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
 from kvlane.policy.search import closed_in, lowest_maximum
@@ -47,7 +48,7 @@ def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part
 class Lane:
     """One request's choices on one tier: how much to load, and what would change the answer.
 
-    `kept` are the tier's crossovers found before, None where `transfer` is of this request alone.
+    `onset` finds the tier's crossovers, None where only a search does.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Lane:
         tier: str,
         request: Request,
         band: float,
-        kept: Kept | None = None,
+        onset: Onset | None = None,
     ) -> None:
         self.cost = cost
         self.transfer = transfer
@@ -65,7 +66,7 @@ class Lane:
         self.band = band
         self.request = request
         self.unit = request.load_unit_tokens
-        self.kept = kept
+        self.onset = onset
         self.start = start = request.resident_tokens
         self.chunk = request.prefill_chunk_tokens
         self.busy_s = request.device_busy_s
@@ -179,7 +180,7 @@ class Lane:
 
     def crossover(self) -> tuple[int | None, str]:
         """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower."""
-        return crossover(self, self.kept)
+        return crossover(self, self.onset)
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed

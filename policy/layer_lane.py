@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlane.policy.crossover import Kept
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_transfer import LayerwiseTransfer
 from kvlane.policy.path_cost import PathCost
@@ -25,9 +24,8 @@ class LayerwiseLane(Lane):
         band: float,
         *,
         recurrent: bool,
-        kept: Kept | None = None,
     ) -> None:
-        super().__init__(cost, transfer, tier, request, band, kept)
+        super().__init__(cost, transfer, tier, request, band)
         self.kinds = transfer.kinds
         self.recurrent = recurrent
         self.stored = self.usable

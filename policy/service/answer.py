@@ -78,7 +78,7 @@ def gist_of_plain(told: Told, prompt: int, resident: int, unit: int, listed: lis
         "bulk",
         False,
         0,
-        0.0,
+        told.busy_s,
         None,
         {} if told.split is not None else {"split": NO_SPLIT},
         told.crossover,

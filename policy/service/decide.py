@@ -306,9 +306,14 @@ class Desk:
             spot.resident_tokens,
             deployment.settings.prefill_chunk_tokens,
         )
-        if key is not None and len(hits) == 1 and not busy_s and not at_length:
-            gist = self._plainly(planner, asked, spot, hits, queued_s, unit, chunk)
-            if gist is not None:
+        if key is not None and len(hits) == 1 and not at_length:
+            ((tier, stored),) = hits.items()
+            plain = planner.plain(tier, unit)
+            told = None
+            if plain is not None:
+                told = plain.decide(prompt, resident, stored, chunk, busy_s, queued_s[tier])
+            if told is not None:
+                gist = gist_of_plain(told, prompt, resident, unit, spot.hits)
                 _keep(worked, key, gist)
                 return _Work(where, gist)
         try:
@@ -335,28 +340,6 @@ class Desk:
             _keep(worked, key, gist)
         booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
         return _Work(where, gist, booking, found)
-
-    def _plainly(
-        self,
-        planner: Planner,
-        asked: DecideRequest,
-        spot: DecideRequest | Candidate,
-        hits: Mapping[str, int],
-        queued_s: Mapping[str, float],
-        unit: int,
-        chunk: int | None,
-    ) -> Gist | None:
-        """What to do with one hit, for most of those that ask; None where that takes more."""
-        ((tier, stored),) = hits.items()
-        if queued_s[tier]:
-            return None
-        plain = planner.plain(tier, unit)
-        if plain is None:
-            return None
-        told = plain.decide(asked.prompt_tokens, spot.resident_tokens, stored, chunk)
-        if told is None:
-            return None
-        return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)
 
     def _spot(self, deployment: Deployment, named: DecideRequest | Candidate) -> Spot:
         """An instance, remembered: what follows from its names is needed for every decision."""
