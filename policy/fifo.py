@@ -78,7 +78,9 @@ class Fifo:
         if turn.ready_s <= self._at:
             self._ready[turn] = None
         else:
-            at = bisect_left(self._later, -turn.ready_s, key=_soonest_last)
+            at = 0  # what is booked last is mostly ready last
+            if self._later and turn.ready_s < self._later[0].ready_s:
+                at = bisect_left(self._later, -turn.ready_s, key=_soonest_last)
             self._later.insert(at, turn)
 
     def remove(self, turn: Turn, now: float) -> None:

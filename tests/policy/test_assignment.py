@@ -150,7 +150,9 @@ def forced(made: Assignment, path: Path) -> Assignment | None:
     busy_s = made.request.device_busy_s
     choose(plan, SOONEST, busy_s)
     ready_s = estimate.transfer_s if plan.executor == "bulk" else 0.0
-    return replace(made, plan=plan, own=plan.load, device_s=device_s(plan, estimate, busy_s), ready_s=ready_s)
+    return replace(
+        made, plan=plan, own=plan.load, device_s=device_s(plan.executor, estimate, busy_s), ready_s=ready_s
+    )
 
 
 def test_a_near_tie_by_the_whole_ttft_would_not_be_within_five_percent() -> None:
@@ -554,7 +556,7 @@ class TestObjective:
         made = fleet.assign(books=False, request=Request(PROMPT, {"host": STORED}), aim=Aim("device_time"))
         for estimate in made.plan.estimates.values():
             assert estimate is not None
-            assert device_s(made.plan, estimate, 0.0) == estimate.ttft_s
+            assert device_s(made.plan.executor, estimate, 0.0) == estimate.ttft_s
 
     def test_soon_enough_is_enough(self) -> None:
         fleet = Fleet(planner_at(self.SLOW_LINK))
@@ -628,7 +630,7 @@ class TestObjective:
         def cost(path: Path) -> float:
             estimate = plan.estimates[path]
             assert estimate is not None
-            return estimate.ttft_s - busy + beside * device_s(plan, estimate, busy)
+            return estimate.ttft_s - busy + beside * device_s(plan.executor, estimate, busy)
 
         choose(plan, Aim("blend", beside=beside), busy)
         costs = [cost(path) for path, estimate in plan.estimates.items() if estimate is not None]
