@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 # What is left of a turn after that many roundings is nothing.
 _NOTHING_S = 1e-12
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
+class Turn(msgspec.Struct, eq=False, gc=False):
     """Booked work: `left_s` of `seconds` are still to be served, none of it before `ready_s` on the clock."""
 
     seconds: float

@@ -31,7 +31,11 @@ def desk(**options: Any) -> Desk:
 def answers(at: Desk, asked: list[tuple[float, dict[str, Any]]]) -> list[object]:
     """What that desk answers, each so many seconds after the one before; then what it has booked and remembers."""
     now, told = 0.0, list[object]()
-    with mock.patch("kvlane.policy.service.decide.monotonic") as clock:
+    with (
+        mock.patch("kvlane.policy.service.decide.monotonic") as clock,
+        # Where candidates are weighed in turns, which is when that takes long, queues are served in other steps.
+        mock.patch("kvlane.policy.service.decide.TURN_S", 1e6),
+    ):
         for later_s, fields in asked:
             clock.return_value = now = now + later_s
             try:
@@ -100,14 +104,27 @@ def test_answers_bookings_and_memories_are_the_same(
 QUEUED = {"device_busy_s": 0.02, "links": {LINK: {"queued_bytes": 1e9}}}
 
 
-@pytest.mark.parametrize("fields", [{}, {"state": QUEUED}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"state": QUEUED}, {"reserve": True}, {"reserve": True, "prefix_id": "p", "state": QUEUED}]
+)
 def test_the_commonest_take_few_steps(fields: dict[str, Any]) -> None:
     """Were they to go the long way, all else here would hold too."""
     hits = [{"tier": "host", "tokens": 9000}]
-    asked = [(0.1, {"prompt_tokens": 9000 + number, "hits": hits, **fields}) for number in range(3)]
+    asked = [(60.0, {"prompt_tokens": 9000 + number, "hits": hits, **fields}) for number in range(3)]
     with (
         mock.patch.object(PlainTier, "decide", autospec=True, side_effect=PlainTier.decide) as plainly,
         mock.patch.object(Planner, "decide", autospec=True) as at_length,
     ):
         answers(desk(), asked)
     assert (plainly.call_count, at_length.call_count) == (3, 0)
+
+
+def test_what_may_join_a_load_in_flight_is_weighed_at_length() -> None:
+    fields = {"prompt_tokens": 9000, "hits": [{"tier": "host", "tokens": 9000}], "prefix_id": "p"}
+    first, second = ({**fields, "reserve": True}, fields)
+    told = answers(desk(), [(0.0, first), (1e-4, second), (60.0, second)])
+    assert [b'"joined":true' in answer for answer in told[:3] if isinstance(answer, bytes)] == [
+        False,
+        True,
+        False,
+    ]
