@@ -1,4 +1,4 @@
-"""The commonest decision in few steps: one stored prefix, all copies before one pass over equal layers.
+"""The commonest decision in few steps: one stored prefix, and one pass over equal layers.
 
 What `Planner.decide` finds, and what its plan says when asked, is worked out for that case without the objects that
 make room for all others: the same costs are added in the same order, so that both are equal to the last bit.
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvlane.policy.basis import parameter
 from kvlane.policy.crossover import Crossover, in_words
-from kvlane.policy.lane import AT_NO_RATE, FASTER_ABOVE
+from kvlane.policy.lane import AT_NO_RATE, FASTER_ABOVE, plain_break_even
 from kvlane.policy.onset import Onset
-from kvlane.policy.plan import MEASURED, Estimate, LoadSegment, Parameter, Path
+from kvlane.policy.pipeline import uniform_wait
+from kvlane.policy.plan import MEASURED, Estimate, Executor, LoadSegment, Parameter, Path
 from kvlane.policy.prefill_cost import PrefillCost
 from kvlane.policy.reason import weighed
+from kvlane.policy.search import crossing
 from kvlane.policy.transfer_cost import TransferCost
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Told(NamedTuple):
     load: Estimate
     recompute: Estimate
     split: Estimate | None
+    executor: Executor
     busy_s: float
     crossover: Crossover
     break_even: tuple[float | None, str]
@@ -62,11 +65,12 @@ class PlainTier:
         compute_band: float,
     ) -> None:
         self.tier, self.unit, self.onset = tier, unit, onset
+        self.executor = planner.executor
+        # Whether a pass waits for each layer by itself.
+        self.by_layer = planner.executor != "bulk" and transfer.by_layer
         self.prefill, self.transfer = planner.prefill, transfer
         self.band, self.compute_band, self.tie_margin = band, compute_band, planner.tie_margin
         self.prefill_from = prefill_from
-        # To copy one, in the mean of a load unit.
-        self.token_s = transfer.per_token_s + transfer.layers * transfer.layer_s(unit) / unit
         self.link_name = "link." + transfer.link.name
         self.calibrated = MEASURED.issuperset((prefill_from.source, transfer.link.source))
 
@@ -74,7 +78,7 @@ class PlainTier:
     def fits(planner: Planner, transfer: TransferCost, unit: int) -> bool:
         """Whether what is said here holds for such a planner and such transfers."""
         return (
-            planner.executor == "bulk"
+            planner.executor != "two_ended"
             and type(planner.prefill) is PrefillCost
             and not planner.prefill.floored
             and type(transfer) is TransferCost
@@ -118,13 +122,16 @@ class PlainTier:
             chosen = recompute
         elif load.ttft_s < near:
             chosen = load
-        needed = self._break_even(gain, whole_s - load.compute_s, asked)
+        awaited_s = self.prefill.pass_s(usable, prompt - usable) / transfer.layers if self.by_layer else None
+        begun_s = asked.lead_s + gain * transfer.per_token_s
+        needed = plain_break_even(transfer, gain, begun_s, whole_s - load.compute_s, busy_s, awaited_s)
         others = [each for each in (load, recompute, split) if each is not None and each is not chosen]
         return Told(
             chosen,
             load,
             recompute,
             split,
+            self.executor,
             busy_s,
             in_words(tokens, resident, prompt - usable),
             (needed, AT_NO_RATE if needed is None else FASTER_ABOVE),
@@ -135,7 +142,7 @@ class PlainTier:
                 others,
                 prompt,
                 resident,
-                "bulk",
+                self.executor,
                 self.tie_margin,
                 self.tier,
                 link.rate_bytes_per_s,
@@ -144,50 +151,46 @@ class PlainTier:
         )
 
     def _split_points(self, usable: int, asked: _Asked) -> tuple[int, ...]:
-        """The ends of the proper splits of which one is the fastest: the first and the last that load no less than the
-        device's queue hides anyway. There are none where no load unit ends strictly inside what is usable."""
-        unit = self.unit
+        """The ends of the proper splits of which one is the fastest, as `SplitPoints` finds them: the last that the
+        device's queue hides, or else the first, the very last, and where copying a layer takes as long as computing it.
+        There are none where no load unit ends strictly inside what is usable."""
+        unit, prefill, transfer = self.unit, self.prefill, self.transfer
         low, high = asked.resident // unit + 1, usable // unit - 1
         if low > high:
             return ()
-        if asked.busy_s and low < high:
-            low = self._last_hidden(low, high, asked)
-        return (low * unit, high * unit) if low < high else (high * unit,)
 
-    def _last_hidden(self, low: int, high: int, asked: _Asked) -> int:
-        """The last of these load units, if there is one, up to which all is copied before the device is free."""
-        unit, resident, lead_s, busy_s = self.unit, asked.resident, asked.lead_s, asked.busy_s
-        if self._copied_s(high * unit - resident, lead_s) <= busy_s:
-            return high
-        about = (resident + int((busy_s - lead_s) / self.token_s)) // unit
-        last = min(max(about, low), high - 1)
-        while last > low and self._copied_s(last * unit - resident, lead_s) >= busy_s:
-            last -= 1
-        while last < high - 1 and self._copied_s((last + 1) * unit - resident, lead_s) < busy_s:
-            last += 1
-        return last
+        def beyond_queue(units: int) -> float:
+            return self._times(units * unit, asked)[1] - asked.busy_s
 
-    def _break_even(self, gain: int, saved_s: float, asked: _Asked) -> float | None:
-        """What `Lane.break_even` finds for a load of so many tokens that saves so much compute."""
-        transfer, per_copy_s, busy_s = self.transfer, self.transfer.link.per_copy_s, asked.busy_s
-        fixed_s = asked.lead_s + gain * transfer.per_token_s
-        if per_copy_s:
-            fixed_s += transfer.copies(gain) * (transfer.layers if transfer.by_layer else 1) * per_copy_s
-        left_s = busy_s + saved_s - fixed_s
-        if left_s <= 0 or (saved_s <= 0 and busy_s):
-            return None
-        return transfer.bytes(gain) / left_s
+        def copy_beyond_compute(units: int) -> float:
+            end = units * unit
+            pass_s = prefill.pass_s(end, asked.prompt - end)
+            return transfer.layer_s(end - asked.resident) - pass_s / transfer.layers
 
-    def _copied_s(self, tokens: int, lead_s: float) -> float:
-        """What `TransferCost.total_s` says of a link in whose queue something waits."""
-        transfer = self.transfer
-        return lead_s + tokens * transfer.per_token_s + transfer.layers * transfer.layer_s(tokens)
+        if asked.busy_s:
+            hidden = (high,) if beyond_queue(high) <= 0 else crossing(beyond_queue, range(low, high + 1))
+            low = hidden[0] if hidden else low
+        points = {low, high}
+        if self.by_layer:
+            points.update(crossing(copy_beyond_compute, range(low, high + 1)))
+        return tuple([units * unit for units in sorted(points)])
+
+    def _times(self, end: int, asked: _Asked) -> tuple[float, float, float]:
+        """Seconds until everything up to `end` is there, that the pass after it waits, and that it takes."""
+        prompt, resident, _, lead_s = asked
+        transfer, tokens = self.transfer, end - resident
+        layers, layer_s = transfer.layers, transfer.layer_s(tokens)
+        begun_s = lead_s + tokens * transfer.per_token_s
+        copied_s = begun_s + layers * layer_s
+        pass_s = self.prefill.pass_s(end, prompt - end)
+        if not self.by_layer:
+            return copied_s, copied_s, pass_s
+        return copied_s, uniform_wait(begun_s, layer_s, pass_s / layers, layers), pass_s
 
     def _estimate(self, path: Path, end: int, asked: _Asked) -> Estimate:
-        prompt, resident, busy_s, lead_s = asked
-        tokens = end - resident
-        copied_s = self._copied_s(tokens, lead_s)
-        rest_s = self.prefill.pass_s(end, prompt - end) + self.prefill.head_s
-        segment = LoadSegment(self.tier, resident, end, round(self.transfer.bytes(tokens)))
-        ttft_s = rest_s + (copied_s if copied_s > busy_s else busy_s)
+        copied_s, wait_s, pass_s = self._times(end, asked)
+        resident, busy_s = asked.resident, asked.busy_s
+        rest_s = pass_s + self.prefill.head_s
+        segment = LoadSegment(self.tier, resident, end, round(self.transfer.bytes(end - resident)))
+        ttft_s = rest_s + (wait_s if wait_s > busy_s else busy_s)
         return Estimate(path, ttft_s, rest_s, copied_s, (segment,), 0.0, 1, self.band)

@@ -75,7 +75,7 @@ def gist_of_plain(told: Told, prompt: int, resident: int, unit: int, listed: lis
         resident,
         unit,
         listed,
-        "bulk",
+        told.executor,
         False,
         0,
         told.busy_s,

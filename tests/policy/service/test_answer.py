@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvlane.policy import Calibration, Link, PassCost, Planner, PrefillCost, Request, load_machine, load_model
 from kvlane.policy.assignment import Place, assign
 from kvlane.policy.ledger import Ledger
-from kvlane.policy.plan import EXECUTORS
+from kvlane.policy.plan import EXECUTORS, Executor
 from kvlane.policy.service.answer import gist_of, gist_of_plain
 from kvlane.policy.service.types import Hit
 
@@ -35,6 +35,7 @@ def planners(draw: st.DrawFn) -> Planner:
             | st.just(Calibration(PrefillCost(32, replace(cost, token_s=2e-5), cost), 0.1, "two costs"))
         ),
         tie_margin=draw(st.sampled_from((0.0, 0.03, 0.2))),
+        executor=draw(st.sampled_from(("bulk", "layered"))),
     )
 
 
@@ -68,8 +69,11 @@ def test_what_is_told_at_once_is_what_a_plan_says(
         prompt = resident + new
         stored = int(prompt * share)
         if exactly:
-            # So long that a load up to there is done just when the device is free.
-            busy_s = min(1e6, transfer.behind(queued_s).total_s(new // 2 // unit * unit))
+            # So long that a load up to there is awaited just until the device is free.
+            end = resident + new // 2 // unit * unit
+            computes = planner.cost.computes(end, prompt, chunk)
+            waited_s = planner.cost.alone_s(transfer.behind(queued_s), end - resident, computes)
+            busy_s = min(1e6, waited_s)
         request = Request(
             prompt,
             {"host": stored},
@@ -89,9 +93,12 @@ def test_what_is_told_at_once_is_what_a_plan_says(
 @pytest.mark.parametrize(
     ("busy_s", "queued_s"), [(0.0, 0.0), (0.01, 0.0), (0.0, 0.01), (0.02, 0.015), (9.0, 0.0)]
 )
+@pytest.mark.parametrize("executor", ["bulk", "layered"])
 @pytest.mark.parametrize("stored", [1, 16, 17, 8000, 11_999, 12_000])
-def test_of_a_usual_machine_it_is_told(stored: int, busy_s: float, queued_s: float) -> None:
-    planner = Planner(LLAMA, H100)
+def test_of_a_usual_machine_it_is_told(
+    stored: int, executor: Executor, busy_s: float, queued_s: float
+) -> None:
+    planner = Planner(LLAMA, H100, executor=executor)
     plain = planner.plain("host", 16)
     assert plain is not None
     told = plain.decide(12_000, 0, stored, None, busy_s, queued_s)
@@ -125,7 +132,7 @@ def test_what_is_to_be_refused_or_has_nothing_to_load_is_left_to_the_planner() -
 def test_only_plain_planners_have_one() -> None:
     for executor in EXECUTORS:
         found = Planner(LLAMA, H100, executor=executor).plain("host", 16)
-        assert (found is None) == (executor != "bulk")
+        assert (found is None) == (executor == "two_ended")
     assert Planner(load_model("gpt-oss-20b"), H100).plain("host", 16) is None
     table = replace(H100.links["pcie5-x16"], per_copy_s=0.0, rate_table=((1e4, 1e9), (1e6, 5e10)))
     machine = replace(H100, links={**H100.links, "pcie5-x16": table})

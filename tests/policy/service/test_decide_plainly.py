@@ -105,9 +105,18 @@ QUEUED = {"device_busy_s": 0.02, "links": {LINK: {"queued_bytes": 1e9}}}
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"state": QUEUED}, {"reserve": True}, {"reserve": True, "prefix_id": "p", "state": QUEUED}]
+    ("executor", "fields"),
+    [
+        ("bulk", {}),
+        ("bulk", {"state": QUEUED}),
+        ("bulk", {"reserve": True}),
+        ("bulk", {"reserve": True, "prefix_id": "p", "state": QUEUED}),
+        ("layered", {}),
+        ("layered", {"reserve": True}),
+        ("layered", {"state": {"device_busy_s": 0.02}}),
+    ],
 )
-def test_the_commonest_take_few_steps(fields: dict[str, Any]) -> None:
+def test_the_commonest_take_few_steps(executor: str, fields: dict[str, Any]) -> None:
     """Were they to go the long way, all else here would hold too."""
     hits = [{"tier": "host", "tokens": 9000}]
     asked = [(60.0, {"prompt_tokens": 9000 + number, "hits": hits, **fields}) for number in range(3)]
@@ -115,7 +124,7 @@ def test_the_commonest_take_few_steps(fields: dict[str, Any]) -> None:
         mock.patch.object(PlainTier, "decide", autospec=True, side_effect=PlainTier.decide) as plainly,
         mock.patch.object(Planner, "decide", autospec=True) as at_length,
     ):
-        answers(desk(), asked)
+        answers(desk(executor=executor), asked)
     assert (plainly.call_count, at_length.call_count) == (3, 0)
 
 
