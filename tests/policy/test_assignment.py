@@ -15,7 +15,7 @@ from kvlane.policy import InputError, Planner, Request, load_machine, load_model
 from kvlane.policy.assignment import Assignment, Place, Seen, assign, queues
 from kvlane.policy.ledger import Booking, Join, Ledger, Load, LoadKey
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
-from kvlane.policy.plan import Executor, Path
+from kvlane.policy.plan import EXECUTORS, Executor, Path
 from kvlane.policy.units import show_seconds
 
 PROMPT, STORED = 12_370, 12_320
@@ -635,3 +635,15 @@ class TestObjective:
         choose(plan, Aim("blend", beside=beside), busy)
         costs = [cost(path) for path, estimate in plan.estimates.items() if estimate is not None]
         assert min(costs) <= cost(plan.path) <= min(costs) * (1 + plan.tie_margin) + 1e-12
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_load_in_bulk_keeps_the_device_only_once_it_is_there(executor: Executor) -> None:
+    planner = Planner(load_model("llama-3.1-8b"), load_machine("h100-sxm"), executor=executor)
+    made = assign(Ledger(), planner, Request(9000, {"host": 8000}), Place("one"), 0.0)
+    booking, plan = made.booking(planner), made.plan
+    load = plan.estimates[plan.path]
+    assert load is not None
+    assert load.load
+    expected = (load.compute_s, load.transfer_s) if executor == "bulk" else (load.ttft_s, 0.0)
+    assert (booking.device_s, booking.device_ready_s) == expected
