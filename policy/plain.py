@@ -156,8 +156,10 @@ class PlainTier:
         There are none where no load unit ends strictly inside what is usable."""
         unit, prefill, transfer = self.unit, self.prefill, self.transfer
         low, high = asked.resident // unit + 1, usable // unit - 1
-        if low > high:
-            return ()
+        if low >= high:
+            return () if low > high else (high * unit,)
+        if not asked.busy_s and not self.by_layer:
+            return low * unit, high * unit
 
         def beyond_queue(units: int) -> float:
             return self._times(units * unit, asked)[1] - asked.busy_s
