@@ -5,14 +5,15 @@ Requests decided one after the other, each booked before the next, spread over d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvlane.policy.booking import Booking, Join, LinkKey, Load, LoadKey, Scope, link_key
 from kvlane.policy.joining import Flying, Joined, join
 from kvlane.policy.objective import SOONEST, Aim, Verdict, choose, device_s
-from kvlane.policy.plan import Estimate, LoadSegment, Plan, Request
+from kvlane.policy.plain import Told
+from kvlane.policy.plan import Estimate, Executor, LoadSegment, Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.policy.units import LONGEST_S
 
@@ -97,32 +98,73 @@ class Assignment:
     ) -> Booking:
         """What it books; `planner` and `seen` are those it was assigned with. Loads without a `prefix_id` are nobody
         else's to join."""
-        plan, place = self.plan, self.place
-        return Booking(
-            instance=place.instance,
-            ttft_s=plan.ttft_s,
-            device_s=self.device_s,
-            device_ready_s=self.ready_s,
-            loads=tuple(self._loads(planner, prefix_id)),
-            joins=self.joins,
-            device_busy_s=seen.device_busy_s,
-            link_queue_s={place.link(name): seconds for name, seconds in seen.link_queue_s.items()},
+        return booked(
+            planner,
+            self.place,
+            self.request.load_unit_tokens,
+            self.plan.ttft_s,
+            (self.device_s, self.ready_s),
+            self.plan.load,
+            self.own,
+            self.joins,
+            prefix_id,
+            seen,
         )
 
-    def _loads(self, planner: Planner, prefix_id: str | None) -> Iterable[Load]:
-        for part in self.own:
-            load_end = self.plan.load[-1].end
-            transfer = planner.transfer(part.tier, self.request.load_unit_tokens).before(load_end - part.end)
-            key = None if prefix_id is None else LoadKey(self.place.instance, part.tier, prefix_id)
-            yield Load(
-                self.place.link(transfer.link.name),
+
+def booked(
+    planner: Planner,
+    place: Place,
+    unit: int,
+    ttft_s: float,
+    device: tuple[float, float],
+    load: Sequence[LoadSegment],
+    own: Sequence[LoadSegment],
+    joins: tuple[Join, ...],
+    prefix_id: str | None,
+    seen: Seen,
+) -> Booking:
+    """What is booked there for such a TTFT: `device` seconds, from when on, and `own`, the part of the load that others
+    do not bring."""
+    loads = []
+    for part in own:
+        load_end = load[-1].end
+        transfer = planner.transfer(part.tier, unit).before(load_end - part.end)
+        loads.append(
+            Load(
+                place.link(transfer.link.name),
                 transfer.total_s(part.tokens),
                 float(part.bytes),
-                key,
+                None if prefix_id is None else LoadKey(place.instance, part.tier, prefix_id),
                 part.start,
                 part.end,
                 load_end,
             )
+        )
+    return Booking(
+        place.instance,
+        ttft_s,
+        *device,
+        tuple(loads),
+        joins,
+        seen.device_busy_s,
+        {place.link(name): seconds for name, seconds in seen.link_queue_s.items()},
+    )
+
+
+def booked_plainly(
+    told: Told, planner: Planner, place: Place, unit: int, prefix_id: str | None, seen: Seen
+) -> Booking:
+    """The same for what was told in few steps."""
+    chosen = told.chosen
+    device = keeps(planner.executor, chosen, told.busy_s)
+    return booked(planner, place, unit, chosen.ttft_s, device, chosen.load, chosen.load, (), prefix_id, seen)
+
+
+def keeps(executor: Executor, chosen: Estimate, busy_s: float) -> tuple[float, float]:
+    """For how long a choice that joins nothing keeps the device, which others keep busy for `busy_s` before, and from
+    when on at the soonest: a pass that waits for its layers keeps it meanwhile."""
+    return device_s(executor, chosen, busy_s), chosen.transfer_s if executor == "bulk" else 0.0
 
 
 def queues(
@@ -181,6 +223,5 @@ def assign(
         return Assignment(
             plan, request, place, joined.joins, joined.own, joined.device_s, joined.ready_s, verdict
         )
-    # A pass that waits for its layers keeps the device meanwhile.
-    ready_s = chosen.transfer_s if plan.executor == "bulk" else 0.0
-    return Assignment(plan, request, place, (), plan.load, device_s(plan, chosen, busy_s), ready_s, verdict)
+    held_s, ready_s = keeps(plan.executor, chosen, busy_s)
+    return Assignment(plan, request, place, (), plan.load, held_s, ready_s, verdict)

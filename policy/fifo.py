@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 # What is left of a turn after that many roundings is nothing.
 _NOTHING_S = 1e-12
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
+class Turn(msgspec.Struct, eq=False, gc=False):
     """Booked work: `left_s` of `seconds` are still to be served, none of it before `ready_s` on the clock."""
 
     seconds: float
@@ -78,7 +78,9 @@ class Fifo:
         if turn.ready_s <= self._at:
             self._ready[turn] = None
         else:
-            at = bisect_left(self._later, -turn.ready_s, key=_soonest_last)
+            at = 0  # what is booked last is mostly ready last
+            if self._later and turn.ready_s < self._later[0].ready_s:
+                at = bisect_left(self._later, -turn.ready_s, key=_soonest_last)
             self._later.insert(at, turn)
 
     def remove(self, turn: Turn, now: float) -> None:

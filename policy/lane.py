@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from kvlane.policy.crossover import Kept, crossover
+from kvlane.policy.crossover import crossover
 from kvlane.policy.model import usable_tokens
+from kvlane.policy.onset import Onset
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plan import Estimate, LoadSegment, Path, Request
 from kvlane.policy.search import closed_in, lowest_maximum
@@ -50,7 +51,7 @@ def estimated(cost: PathCost, request: Request, path: Path, parts: Sequence[Part
 class Lane:
     """One request's choices on one tier: how much to load, and what would change the answer.
 
-    `kept` are the tier's crossovers found before, None where `transfer` is of this request alone.
+    `onset` finds the tier's crossovers, None where only a search does.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Lane:
         tier: str,
         request: Request,
         band: float,
-        kept: Kept | None = None,
+        onset: Onset | None = None,
     ) -> None:
         self.cost = cost
         self.transfer = transfer
@@ -68,7 +69,7 @@ class Lane:
         self.band = band
         self.request = request
         self.unit = request.load_unit_tokens
-        self.kept = kept
+        self.onset = onset
         self.start = start = request.resident_tokens
         self.chunk = request.prefill_chunk_tokens
         self.busy_s = request.device_busy_s
@@ -206,7 +207,7 @@ class Lane:
 
     def crossover(self) -> tuple[int | None, str]:
         """The prefix length in tokens, suffix held fixed, from which on loading all of it is not slower."""
-        return crossover(self, self.kept)
+        return crossover(self, self.onset)
 
     def break_even(self) -> tuple[float | None, str]:
         """The flat link rate at which loading everything usable ties with recomputing, this executor's fixed
@@ -219,22 +220,31 @@ class Lane:
         whole_s, rest_s = self.recompute_s, self.rest_s
         saved = cost.recompute_s(self.start, prompt, chunk) if whole_s is None else whole_s
         saved -= cost.recompute_s(self.usable, prompt, chunk) if rest_s is None else rest_s
-        # With all copies done while the device was busy, what is saved is left.
-        hidden = [(0.0, saved)] if self.busy_s else []
-        rates = []
-        if cost.executor == "bulk":
-            left = self.busy_s + saved - transfer.fixed_s(self.gain)
-            rates.append(moved / left if left > 0 and (saved > 0 or not hidden) else None)
-        else:
-            computes = cost.computes(self.usable, prompt, chunk)
-            most = cost.prefill.layers if transfer.event_s else 1
-            rates += [
-                _rate([*hidden, *self._budgets(saved, computes, group)]) for group in range(1, most + 1)
+        computes = cost.computes(self.usable, prompt, chunk)
+        if type(transfer) is TransferCost and isinstance(computes, float) and not transfer.event_s:
+            awaited_s = computes if cost.executor != "bulk" and transfer.by_layer else None
+            rates = [
+                plain_break_even(
+                    transfer, self.gain, transfer.lead_s(self.gain), saved, self.busy_s, awaited_s
+                )
             ]
+        else:
+            rates = self._rates(moved, saved, computes)
         found = [rate for rate in rates if rate is not None]
         if not found:
             return None, AT_NO_RATE
         return min(found), FASTER_ABOVE
+
+    def _rates(self, moved: float, saved: float, computes: Computes) -> list[float | None]:
+        """The rates at which loading everything usable ties, for each number of layers that may share an event."""
+        # With all copies done while the device was busy, what is saved is left.
+        hidden = [(0.0, saved)] if self.busy_s else []
+        transfer = self.transfer
+        if self.cost.executor == "bulk":
+            left = self.busy_s + saved - transfer.fixed_s(self.gain)
+            return [_rate([*hidden, (moved, left)])]
+        most = self.cost.prefill.layers if transfer.event_s else 1
+        return [_rate([*hidden, *self._budgets(saved, computes, group)]) for group in range(1, most + 1)]
 
     def _budgets(self, saved: float, computes: Computes, group: int) -> list[tuple[float, float]]:
         """The bytes that are there when each group of layers has arrived, and the seconds they may take.
@@ -254,8 +264,40 @@ class Lane:
         return budgets
 
 
+def plain_break_even(
+    transfer: TransferCost,
+    tokens: int,
+    lead_s: float,
+    saved_s: float,
+    busy_s: float,
+    compute_s: float | None,
+) -> float | None:
+    """The rate at which loading that many tokens ties, copies beginning after `lead_s`, where it spares `saved_s` of
+    compute and the device is busy for `busy_s` before; None where it does at none.
+
+    Layers that are awaited one by one take `compute_s` each: what the first and the last ask for no other exceeds. It
+    is None where all are awaited together.
+    """
+    layers, copies, per_copy_s = transfer.layers, transfer.copies(tokens), transfer.link.per_copy_s
+    spare_s = busy_s + saved_s
+    # With all copies done while the device was busy, what is saved is left.
+    budgets = [(0.0, saved_s)] if busy_s else []
+    if compute_s is None:
+        copies *= layers if transfer.by_layer else 1
+        budgets.append((transfer.bytes(tokens), spare_s - (lead_s + copies * per_copy_s)))
+    else:
+        moved = tokens * transfer.layer_bytes_per_token
+        last_s = spare_s + (layers - 1) * compute_s
+        budgets.append((moved, spare_s - (lead_s + copies * per_copy_s)))
+        budgets.append((moved * layers, last_s - (lead_s + layers * copies * per_copy_s)))
+    return _rate(budgets)
+
+
 def _rate(budgets: Sequence[tuple[float, float]]) -> float | None:
     """The rate at which bytes take no more than their seconds, None where there are no seconds."""
-    if any(seconds <= 0 for _, seconds in budgets):
-        return None
-    return max(size / seconds for size, seconds in budgets)
+    rate = 0.0
+    for size, seconds in budgets:
+        if seconds <= 0:
+            return None
+        rate = max(rate, size / seconds)
+    return rate

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kvlane.policy.crossover import Kept
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_transfer import LayerwiseTransfer
 from kvlane.policy.layer_waits import LayerWaits
@@ -28,9 +27,8 @@ class LayerwiseLane(Lane):
         band: float,
         *,
         recurrent: bool,
-        kept: Kept | None = None,
     ) -> None:
-        super().__init__(cost, transfer, tier, request, band, kept)
+        super().__init__(cost, transfer, tier, request, band)
         self.kinds = transfer.kinds
         self.events = cost.executor != "bulk" and bool(transfer.event_s)
         self._eventless: LayerWaits | None = None

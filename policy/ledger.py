@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
+
+import msgspec
 
 from kvlane.policy.booking import (
     EXPIRY_LEAST_S,
@@ -55,8 +57,8 @@ Key = TypeVar("Key", bound=Hashable)
 _FEW_QUEUES = 64
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
+# There may be a hundred thousand of these, in which the garbage collector finds no cycles.
+class _Flight(msgspec.Struct, eq=False, gc=False):
     """A booked load and the reservations that wait for it; the first of them asked for it."""
 
     load: Load
@@ -65,8 +67,7 @@ class _Flight:
     waiting: list[str]
 
 
-@dataclass(slots=True, eq=False)
-class _Reservation:
+class _Reservation(msgspec.Struct, eq=False, gc=False):
     """A live booking: its turn on a device, its loads, and when it expires on the clock."""
 
     id: str

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from kvlane.policy.errors import InputError
 from kvlane.policy.joining import Joined
-from kvlane.policy.plan import Estimate, Path, Plan
+from kvlane.policy.plan import Estimate, Executor, Path, Plan
 from kvlane.policy.units import show_seconds
 
 Objective = Literal["ttft", "device_time", "blend"]
@@ -85,14 +85,14 @@ class Verdict:
         return f"{verdict} ({plan.executor} executor)"
 
 
-def device_s(plan: Plan, estimate: Estimate, busy_s: float, joined: Joined | None = None) -> float:
+def device_s(executor: Executor, estimate: Estimate, busy_s: float, joined: Joined | None = None) -> float:
     """Seconds for which an estimate keeps the device, which others keep busy for `busy_s` before.
 
     `joined` is what waits, outside the pass, for another request's load.
     """
     if joined is not None and estimate is joined.estimate:
         return joined.device_s
-    if plan.executor == "bulk" or not estimate.load:
+    if executor == "bulk" or not estimate.load:
         return estimate.compute_s
     return estimate.ttft_s - busy_s
 
@@ -121,7 +121,7 @@ def choose(
         seconds = 0.0 if objective == "device_time" else estimate.ttft_s - busy_s
         if objective != "ttft":
             beside = 1 if objective == "device_time" else aim.beside
-            seconds += beside * device_s(plan, estimate, busy_s, joined)
+            seconds += beside * device_s(plan.executor, estimate, busy_s, joined)
         return seconds
 
     costs = {estimate.path: cost(estimate) for estimate in found}

@@ -14,13 +14,13 @@ from typing import Any
 
 from kvlane.policy.basis import Basis
 from kvlane.policy.calibrated_range import CalibratedRange
-from kvlane.policy.crossover import Kept
 from kvlane.policy.errors import InputError
 from kvlane.policy.lane import Lane
 from kvlane.policy.layer_lane import LayerwiseLane
 from kvlane.policy.layer_transfer import LayerBytes, LayerwiseTransfer, layer_bytes
 from kvlane.policy.machine import Link, Machine, Source
 from kvlane.policy.model import KvFormat, ModelSpec
+from kvlane.policy.onset import Onset
 from kvlane.policy.path_cost import Part, PathCost
 from kvlane.policy.plain import NO_SPLIT, PlainTier
 from kvlane.policy.plan import EXECUTORS, Estimate, Executor, LoadSegment, Parameter, Path, Plan, Request
@@ -41,14 +41,14 @@ _KEPT_ROUTES = 64
 class Route:
     """What is the same for all loads from one tier in load units of one size.
 
-    `band` is the half-width of their error bands, `kept` the crossovers found, `plain` what decides loads from it alone
-    in few steps, where these are plain enough.
+    `band` is the half-width of their error bands, `onset` finds their crossovers, and `plain` decides loads from it
+    alone in few steps, each where they are plain enough.
     """
 
-    __slots__ = ("band", "kept", "plain", "transfer")
+    __slots__ = ("band", "onset", "plain", "transfer")
 
-    def __init__(self, transfer: TransferCost, band: float) -> None:
-        self.transfer, self.band, self.kept = transfer, band, Kept()
+    def __init__(self, transfer: TransferCost, band: float, onset: Onset | None) -> None:
+        self.transfer, self.band, self.onset = transfer, band, onset
         self.plain: PlainTier | None = None
 
 
@@ -300,23 +300,28 @@ class Planner:
                 else LayerwiseTransfer.over(found, link, of, load_unit_tokens)
             )
             band = max(self._compute_band, self._link_band(link))
-            known = self._transfers[key] = Route(transfer, band)
-            if self._ranges is None and PlainTier.fits(self, transfer, load_unit_tokens):
+            onset = Onset.of(self.prefill, transfer, self.executor)
+            known = self._transfers[key] = Route(transfer, band, onset)
+            if (
+                onset is not None
+                and self._ranges is None
+                and PlainTier.fits(self, transfer, load_unit_tokens)
+            ):
                 known.plain = PlainTier(
                     self,
                     tier,
                     load_unit_tokens,
                     transfer,
                     band,
-                    known.kept,
+                    onset,
                     self._prefill_from,
                     self._compute_band,
                 )
         return known
 
     def plain(self, tier: str, load_unit_tokens: int) -> PlainTier | None:
-        """What decides in few steps requests with a hit in that tier alone, prefilled in one pass on an idle device;
-        None where there are no such steps."""
+        """What decides in few steps requests with a hit in that tier alone, prefilled in one pass; None where there are
+        no such steps."""
         return self._route(tier, load_unit_tokens).plain
 
     def parts(self, request: Request, load: Sequence[LoadSegment], load_end: int) -> tuple[Part, ...]:
@@ -330,7 +335,7 @@ class Planner:
 
     def _lane(self, tier: str, request: Request) -> Lane:
         route = self._route(tier, request.load_unit_tokens)
-        transfer, kept = route.transfer, route.kept
+        transfer = route.transfer
         queued_s = request.link_queue_s.get(tier, 0.0)
         if tier in request.cold:
             queued_s += transfer.link.first_use_s
@@ -338,14 +343,12 @@ class Planner:
             transfer = transfer.behind(queued_s)
         if isinstance(transfer, LayerwiseTransfer):
             recurrent = self.model.recurrent
-            lane: Lane = LayerwiseLane(
-                self.cost, transfer, tier, request, route.band, recurrent=recurrent, kept=kept
-            )
+            lane: Lane = LayerwiseLane(self.cost, transfer, tier, request, route.band, recurrent=recurrent)
         else:
-            lane = Lane(self.cost, transfer, tier, request, route.band, kept)
+            lane = Lane(self.cost, transfer, tier, request, route.band, route.onset)
         if tier in request.copies and lane.gain:
             lane.transfer = replace(lane.transfer, counted=(lane.gain, request.copies[tier]))
-            lane.kept = None
+            lane.onset = None
         return lane
 
     def _layer_bytes(self, runs_per_layer: int) -> tuple[LayerBytes, ...] | None:

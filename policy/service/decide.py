@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from time import monotonic, perf_counter
 
 import msgspec
 from msgspec import UNSET
 
-from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, assign, queues
-from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey
+from kvlane.policy.assignment import NOTHING_SEEN, Assignment, Place, assign, booked_plainly, queues
+from kvlane.policy.booking import EXPIRY_LEAST_S, EXPIRY_TTFTS, Booking, LinkKey, LoadKey
 from kvlane.policy.breaker import CircuitBreaker
 from kvlane.policy.errors import InputError
 from kvlane.policy.glimpse import Glimpse
@@ -55,7 +56,7 @@ class _Work(msgspec.Struct, frozen=True):
 
     spot: Spot
     gist: Gist
-    booking: Booking | None = None
+    booking: Callable[[], Booking] | None = None
     found: Assignment | None = None
 
 
@@ -194,7 +195,7 @@ class Desk:
         lifetime_s = max(EXPIRY_TTFTS * best.gist.ttft_s, EXPIRY_LEAST_S)
         if best.booking is not None:
             try:
-                self.ledger.reserve(decision_id, best.booking, now)
+                self.ledger.reserve(decision_id, best.booking(), now)
             except InputError as error:
                 raise ProblemError(
                     "invalid_value", f"cannot be booked: {error.field} {error.problem}", "/reserve"
@@ -288,7 +289,10 @@ class Desk:
         unit = asked.load_unit_tokens or deployment.settings.load_unit_tokens
         worked = deployment.in_force.worked
         key: _Key | None = None
-        if aim is SOONEST and not (asked.reserve or notes or checkpoints or (asked.prefix_id and len(on))):
+        usual = aim is SOONEST and not (
+            notes or checkpoints or _flying(on, asked.prefix_id, hits, place, now)
+        )
+        if usual and not asked.reserve:
             key = (
                 planner.executor,
                 asked.prompt_tokens,
@@ -306,11 +310,19 @@ class Desk:
             spot.resident_tokens,
             deployment.settings.prefill_chunk_tokens,
         )
-        if key is not None and len(hits) == 1 and not busy_s and not at_length:
-            gist = self._plainly(planner, asked, spot, hits, queued_s, unit, chunk)
-            if gist is not None:
-                _keep(worked, key, gist)
-                return _Work(where, gist)
+        if usual and len(hits) == 1 and not at_length:
+            ((tier, stored),) = hits.items()
+            plain = planner.plain(tier, unit)
+            told = None
+            if plain is not None:
+                told = plain.decide(prompt, resident, stored, chunk, busy_s, queued_s[tier])
+            if told is not None:
+                gist = gist_of_plain(told, prompt, resident, unit, spot.hits)
+                if key is not None:
+                    _keep(worked, key, gist)
+                    return _Work(where, gist)
+                booking = partial(booked_plainly, told, planner, place, unit, asked.prefix_id, seen)
+                return _Work(where, gist, booking)
         try:
             if checkpoints:
                 request = Request(
@@ -333,30 +345,8 @@ class Desk:
         gist = gist_of(found, spot.hits, asked.ttft_slo_s)
         if key is not None:
             _keep(worked, key, gist)
-        booking = found.booking(planner, prefix_id=asked.prefix_id, seen=seen) if asked.reserve else None
-        return _Work(where, gist, booking, found)
-
-    def _plainly(
-        self,
-        planner: Planner,
-        asked: DecideRequest,
-        spot: DecideRequest | Candidate,
-        hits: Mapping[str, int],
-        queued_s: Mapping[str, float],
-        unit: int,
-        chunk: int | None,
-    ) -> Gist | None:
-        """What to do with one hit, for most of those that ask; None where that takes more."""
-        ((tier, stored),) = hits.items()
-        if queued_s[tier]:
-            return None
-        plain = planner.plain(tier, unit)
-        if plain is None:
-            return None
-        told = plain.decide(asked.prompt_tokens, spot.resident_tokens, stored, chunk)
-        if told is None:
-            return None
-        return gist_of_plain(told, asked.prompt_tokens, spot.resident_tokens, unit, spot.hits)
+        booking = partial(found.booking, planner, prefix_id=asked.prefix_id, seen=seen)
+        return _Work(where, gist, booking if asked.reserve else None, found)
 
     def _spot(self, deployment: Deployment, named: DecideRequest | Candidate) -> Spot:
         """An instance, remembered: what follows from its names is needed for every decision."""
@@ -440,6 +430,15 @@ class Desk:
         chosen.predicted_s.observe(gist.ttft_s)
         if gist.rejected is not None:
             cells[gist.rejected].rejected_s.observe(gist.rejected_s)
+
+
+def _flying(
+    on: Ledger | Glimpse, prefix_id: str | None, tiers: Iterable[str], place: Place, now: float
+) -> bool:
+    """Whether a load of the prefix is in flight there, which may be joined."""
+    if prefix_id is None or not len(on):
+        return False
+    return any(on.in_flight(LoadKey(place.instance, tier, prefix_id), now) for tier in tiers)
 
 
 def _keep(worked: dict[_Key, Gist], key: _Key, gist: Gist) -> None:

@@ -15,7 +15,7 @@ from kvlane.policy import InputError, Planner, Request, load_machine, load_model
 from kvlane.policy.assignment import Assignment, Place, Seen, assign, queues
 from kvlane.policy.ledger import Booking, Join, Ledger, Load, LoadKey
 from kvlane.policy.objective import SOONEST, Aim, choose, device_s
-from kvlane.policy.plan import Executor, Path
+from kvlane.policy.plan import EXECUTORS, Executor, Path
 from kvlane.policy.units import show_seconds
 
 PROMPT, STORED = 12_370, 12_320
@@ -150,7 +150,9 @@ def forced(made: Assignment, path: Path) -> Assignment | None:
     busy_s = made.request.device_busy_s
     choose(plan, SOONEST, busy_s)
     ready_s = estimate.transfer_s if plan.executor == "bulk" else 0.0
-    return replace(made, plan=plan, own=plan.load, device_s=device_s(plan, estimate, busy_s), ready_s=ready_s)
+    return replace(
+        made, plan=plan, own=plan.load, device_s=device_s(plan.executor, estimate, busy_s), ready_s=ready_s
+    )
 
 
 def test_a_near_tie_by_the_whole_ttft_would_not_be_within_five_percent() -> None:
@@ -554,7 +556,7 @@ class TestObjective:
         made = fleet.assign(books=False, request=Request(PROMPT, {"host": STORED}), aim=Aim("device_time"))
         for estimate in made.plan.estimates.values():
             assert estimate is not None
-            assert device_s(made.plan, estimate, 0.0) == estimate.ttft_s
+            assert device_s(made.plan.executor, estimate, 0.0) == estimate.ttft_s
 
     def test_soon_enough_is_enough(self) -> None:
         fleet = Fleet(planner_at(self.SLOW_LINK))
@@ -628,8 +630,20 @@ class TestObjective:
         def cost(path: Path) -> float:
             estimate = plan.estimates[path]
             assert estimate is not None
-            return estimate.ttft_s - busy + beside * device_s(plan, estimate, busy)
+            return estimate.ttft_s - busy + beside * device_s(plan.executor, estimate, busy)
 
         choose(plan, Aim("blend", beside=beside), busy)
         costs = [cost(path) for path, estimate in plan.estimates.items() if estimate is not None]
         assert min(costs) <= cost(plan.path) <= min(costs) * (1 + plan.tie_margin) + 1e-12
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_load_in_bulk_keeps_the_device_only_once_it_is_there(executor: Executor) -> None:
+    planner = Planner(load_model("llama-3.1-8b"), load_machine("h100-sxm"), executor=executor)
+    made = assign(Ledger(), planner, Request(9000, {"host": 8000}), Place("one"), 0.0)
+    booking, plan = made.booking(planner), made.plan
+    load = plan.estimates[plan.path]
+    assert load is not None
+    assert load.load
+    expected = (load.compute_s, load.transfer_s) if executor == "bulk" else (load.ttft_s, 0.0)
+    assert (booking.device_s, booking.device_ready_s) == expected

@@ -177,3 +177,17 @@ def test_a_layered_executor_breaks_even_at_a_lower_rate_for_a_chat_turn() -> Non
     assert rates["bulk"] is not None
     assert rates["layered"] is not None
     assert rates["layered"] < rates["bulk"]
+
+
+@given(planner=planners, request=requests)
+@settings(max_examples=120)
+def test_of_equal_layers_only_the_first_and_the_last_need_be_asked(
+    planner: Planner, request: Request
+) -> None:
+    lane = planner._lane("host", request)
+    cost, prompt, chunk = lane.cost, request.prompt_tokens, request.prefill_chunk_tokens
+    assume(not lane.transfer.event_s)
+    computes = cost.computes(lane.usable, prompt, chunk)
+    saved = cost.recompute_s(lane.start, prompt, chunk) - cost.recompute_s(lane.usable, prompt, chunk)
+    (of_all,) = lane._rates(lane.transfer.bytes(lane.gain), saved, computes)
+    assert lane.break_even()[0] == (None if of_all is None else pytest.approx(of_all, rel=1e-9))

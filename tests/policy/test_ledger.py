@@ -28,7 +28,7 @@ def load(seconds: float, key: LoadKey | None = None, link: LinkKey = HOST, end: 
 
 
 def booking(device_s: float = 0.0, *loads: Load, **parts: Any) -> Booking:
-    return replace(Booking("a", 1.0, device_s, loads=loads), **parts)
+    return msgspec.structs.replace(Booking("a", 1.0, device_s, loads=loads), **parts)
 
 
 class TestKeys:
@@ -213,10 +213,10 @@ class TestRefusals:
     def test_an_amount_that_cannot_be_is_named_and_nothing_is_booked(self, field: str, amount: float) -> None:
         wrong = booking(1.0, load(amount if field == "loads.seconds" else 1.0))
         if field == "link_queue_s.pcie":
-            wrong = replace(wrong, link_queue_s={HOST: amount})
+            wrong = msgspec.structs.replace(wrong, link_queue_s={HOST: amount})
         elif field != "loads.seconds":
             parts: dict[str, Any] = {field: amount}
-            wrong = replace(wrong, **parts)
+            wrong = msgspec.structs.replace(wrong, **parts)
         ledger = Ledger()
         with pytest.raises(InputError) as refused:
             ledger.reserve("1", wrong, 0.0)
@@ -232,7 +232,7 @@ def test_memory_is_bounded_by_what_is_live() -> None:
         for number in numbers:
             here = f"instance {number}"
             link = link_key("pcie", "device", here)
-            wanted = replace(
+            wanted = msgspec.structs.replace(
                 booking(0.1, load(0.1, LoadKey(here, "host", "p"), link)),
                 instance=here,
                 device_busy_s=1000.0,
@@ -263,7 +263,9 @@ def test_forgetting_queues_forgets_nothing_that_waits() -> None:
     for number in range(500):
         here = f"instance {number}"
         link = link_key("pcie", "device", here)
-        wanted = replace(booking(1.0, load(2.0, link=link)), instance=here, link_queue_s={link: 3.0})
+        wanted = msgspec.structs.replace(
+            booking(1.0, load(2.0, link=link)), instance=here, link_queue_s={link: 3.0}
+        )
         ledger.reserve(here, wanted, float(number))
         assert (ledger.device_busy_s(here, float(number)), ledger.link_queue_s(link, float(number))) == (1, 5)
         ledger.release(here, float(number))
@@ -441,10 +443,10 @@ class LedgerMachine(RuleBasedStateMachine):
         name = str(self.number)
         wanted = Booking(instance, ttft, device, ready)
         if joins and plain.until_arrival(key) is not None:
-            wanted = replace(wanted, joins=(Join(key, 0, 64),))
+            wanted = msgspec.structs.replace(wanted, joins=(Join(key, 0, 64),))
             plain.join(key, name)
         else:
-            wanted = replace(wanted, loads=(load(link, key, NAS),))
+            wanted = msgspec.structs.replace(wanted, loads=(load(link, key, NAS),))
         if len(plain.expires) == 6:
             plain.end(min(plain.expires, key=lambda live: (plain.expires[live], live)))
         if wanted.loads:
