@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -15,7 +16,7 @@ from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.backend import Backend, Flag
 from kvlane.streams.executor import DEFAULT_DEADLINE_S, check_deadline
-from kvlane.streams.faults import LoadFailure
+from kvlane.streams.faults import LoadFailure, in_words
 from kvlane.streams.load import Mode
 from kvlane.streams.store_thread import StoreThread
 from kvlane.streams.timing import PartTiming
@@ -213,15 +214,18 @@ class PlanRunner(Generic[R]):
                 self._lookup_failed(attempt, tier, error)
 
     def _visit(self, attempt: _Attempt, tier: str) -> Visit:
+        # Not the attempt, which holds the visit: nobody but the garbage collector would find the two.
+        failures = attempt.failures
+
         def failed(reason: str) -> None:
-            self._failed(attempt, LoadFailure(None, tier, reason))
+            self._failed(failures, LoadFailure(None, tier, reason))
 
         return Visit(self.engine.backend, self._threads[tier], attempt.until_s, failed)
 
     def _lookup_failed(self, attempt: _Attempt, tier: str, error: Exception) -> None:
         # Where the tier was shut off, this was its probe: it is shut off again.
         self._admits(attempt, tier)
-        self._failed(attempt, LoadFailure(None, tier, f"lookup failed: {error}"))
+        self._failed(attempt.failures, LoadFailure(None, tier, f"lookup failed: {in_words(error)}"))
 
     def _decide(self, attempt: _Attempt) -> Plan:
         """A plan whose runs are open; a tier that has lost its hit, or fails, is left out and all decided again."""
@@ -264,7 +268,7 @@ class PlanRunner(Generic[R]):
             except (InputError, KvSafetyError):
                 raise
             except Exception as error:  # noqa: BLE001  as in a lookup
-                self._failed(attempt, LoadFailure(None, tier, f"open failed: {error}"))
+                self._failed(attempt.failures, LoadFailure(None, tier, f"open failed: {in_words(error)}"))
                 return tier
         return None
 
@@ -277,20 +281,21 @@ class PlanRunner(Generic[R]):
         return tier in attempt.admitted
 
     def _close(self, attempt: _Attempt) -> None:
-        while attempt.runs:
-            attempt.runs.pop().close()
+        with ExitStack() as closing:  # all of them, also where the wait for one is broken off
+            while attempt.runs:
+                closing.callback(attempt.runs.pop().close)
 
     def _report(self, attempt: _Attempt, result: R) -> None:
         for failure in result.failures:
-            self._failed(attempt, failure)
+            self._failed(attempt.failures, failure)
         failed = {failure.tier for failure in attempt.failures}
         cut_short = {part.tier for part in result.parts if not part.whole}
         with self._lock:
             for tier in {part.tier for part in result.parts} - cut_short - failed:
                 self.breaker.succeeded(tier)
 
-    def _failed(self, attempt: _Attempt, failure: LoadFailure) -> None:
-        attempt.failures.append(failure)
+    def _failed(self, failures: list[LoadFailure], failure: LoadFailure) -> None:
+        failures.append(failure)
         now = self._now()
         with self._lock:
             self._counts[failure.tier, failure.layer] += 1
