@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,16 +145,20 @@ class StoreThread:
         return asked, hangs
 
     def _forsake(self, asked: Call[Any], why: BaseException) -> None:
-        """No thread comes, for who asked meanwhile neither."""
+        """No thread comes, for who asked meanwhile neither; unless it has come before who asked was called away."""
+        left: Iterable[Call[Any]] = ()
         with self._lock:
-            left, self._waiting = self._waiting, deque()
-            self._worker = None
+            if self._at is None:
+                left, self._waiting = self._waiting, deque()
+                self._worker = None
         for each in left:
             if each.due:
                 each.call()  # a pin that nobody gives up would stay for ever
             elif each is not asked:
                 each.error = StoreSilentError(f"not asked: {why}")
             each.done.set()
+        if not asked.due:
+            self._leave(asked)
 
     def _hangs(self, now: float) -> str | None:
         """What hangs, in words; under the lock."""

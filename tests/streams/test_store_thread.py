@@ -312,6 +312,25 @@ class TestNoThread:
         late[0]()
         assert done == ["closed"]
 
+    def test_is_not_what_an_interrupt_means_once_it_is_there(self, backend, store, standing, monkeypatch):
+        away: list[str] = []
+        start = backend.start
+
+        def interrupted(task, name):
+            start(task, name)
+            assert standing.begun.wait(LONG_S)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.ask("open", standing, away.append)
+        with pytest.raises(StoreSilentError, match="not asked: its open has been under way for"):
+            store.ask("lookup", lambda: pytest.fail("it was asked beside another call"))
+        standing.go.set()
+        assert gone()
+        assert away == ["late"]
+
     def test_leaves_nobody_waiting_who_counted_on_it(self, backend, store, monkeypatch):
         done = []
         others = []
