@@ -104,9 +104,9 @@ class PlanRunner(Generic[R]):
     threads, within the deadline. All else of a run or a store is taken to be answered from memory, on the thread that
     asks: attributes, `check` and `layer_nbytes`.
 
-    Calls of one store come one after another, also those of requests beside each other. Its thread ends soon after the
-    last of them, so that there is nothing to close. The backend's `close` waits for a store that has not come back, as
-    it does for a copy.
+    Calls of one store come one after another, also those of requests beside each other: how slowly it answers adds up.
+    Its thread ends soon after the last of them, so that there is nothing to close. The backend's `close` waits for a
+    store that has not come back, as it does for a copy. Each runner has threads of its own: keep one for an engine.
 
     Args:
         planner: for the engine's model; its machine names the tiers.
@@ -163,7 +163,7 @@ class PlanRunner(Generic[R]):
 
         Raises:
             InputError: a prompt or resident tokens that the engine does not take, or a tier the machine does not have.
-            PrefillCancelledError: the request was called off.
+            PrefillCancelledError: the request was called off, which is noticed once the stores have been waited for.
             KvSafetyError: the engine is in use or closed.
         """
         began = self._now()
@@ -262,7 +262,9 @@ class PlanRunner(Generic[R]):
                 load_end=plan.load[-1].end,
             )
             try:
-                attempt.runs.append(attempt.visits[tier].open(opening))
+                run = attempt.visits[tier].open(opening)
+                attempt.runs.append(run)
+                _check_range(run, tier, segment.start, segment.end)
             except StaleHitError:
                 return tier  # evicted since the lookup: no fault
             except (InputError, KvSafetyError):
@@ -300,6 +302,12 @@ class PlanRunner(Generic[R]):
         with self._lock:
             self._counts[failure.tier, failure.layer] += 1
             self.breaker.failed(failure.tier, now)
+
+
+def _check_range(run: StoredRun, tier: str, start: int, end: int) -> None:
+    """That it is the one asked for: another could leave a gap in a load, for which nobody asked wrongly."""
+    if (run.tier, run.start, run.end) != (tier, start, end):
+        raise ValueError(f"it is of [{run.start}, {run.end}) from {run.tier}, not of [{start}, {end})")
 
 
 def _by_tier(stores: Iterable[Store]) -> dict[str, Store]:
