@@ -178,6 +178,17 @@ class TestFaults:
             assert runner.breaker.counts("disk").failures == 1
             assert all(kit.freed(store) for store in rig.stores.values())
 
+    @pytest.mark.parametrize("call", ["lookup", "open"])
+    def test_that_say_nothing_of_themselves_are_named(self, kit, call, monkeypatch):
+        def refuse(*given, **options):
+            raise TimeoutError
+
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend)
+            monkeypatch.setattr(rig.stores["disk"], call, refuse)
+            (failure,) = rig.run(rig.runner()).failures
+            assert failure.reason == f"{call} failed: TimeoutError"
+
     def test_of_a_store_that_opens_nothing_cost_only_time(self, kit):
         with CpuBackend() as backend:
             rig = Rig(kit, backend)

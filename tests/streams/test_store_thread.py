@@ -326,9 +326,13 @@ class TestNoThread:
             with pytest.raises(KeyboardInterrupt):
                 store.ask("open", standing, away.append)
         with pytest.raises(StoreSilentError, match="not asked: its open has been under way for"):
-            store.ask("lookup", lambda: pytest.fail("it was asked beside another call"))
+            store.ask("lookup", lambda: pytest.fail("it was asked"))
+        behind: list[bool] = []
+        store.post("close", lambda: behind.append(standing.go.is_set()), LONG_S)
+        time.sleep(SOON_S)
         standing.go.set()
         assert gone()
+        assert behind == [True]
         assert away == ["late"]
 
     def test_leaves_nobody_waiting_who_counted_on_it(self, backend, store, monkeypatch):
