@@ -326,10 +326,12 @@ class CpuBackend:
         until = self.now() + _CLOSE_TIMEOUT_S
         # The tasks first: they still give work to the streams and wait for it.
         for task in tasks:
-            _join(task, until)
+            task.join(max(0.0, until - self.now()))
         for stream in streams:
             stream.finish()
-            _join(stream.thread, until)
+        # Only now: a task that does not end, in a call of a store's for one, keeps no stream from ending.
+        for thread in (*tasks, *(stream.thread for stream in streams)):
+            _join(thread, until)
 
     def __enter__(self) -> Self:
         return self

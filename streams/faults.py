@@ -49,3 +49,8 @@ class LoadFailure:
     @classmethod
     def of(cls, error: LoadError) -> LoadFailure:
         return cls(error.layer, error.tier, error.reason)
+
+
+def in_words(error: BaseException) -> str:
+    """What an error says, or its name where it says nothing."""
+    return str(error) or type(error).__name__

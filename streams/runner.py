@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -15,7 +16,7 @@ from kvlane.policy.plan import Plan, Request
 from kvlane.policy.planner import Planner
 from kvlane.streams.backend import Backend, Flag
 from kvlane.streams.executor import DEFAULT_DEADLINE_S, check_deadline
-from kvlane.streams.faults import LoadFailure
+from kvlane.streams.faults import LoadFailure, in_words
 from kvlane.streams.load import Mode
 from kvlane.streams.store_thread import StoreThread
 from kvlane.streams.timing import PartTiming
@@ -103,9 +104,9 @@ class PlanRunner(Generic[R]):
     threads, within the deadline. All else of a run or a store is taken to be answered from memory, on the thread that
     asks: attributes, `check` and `layer_nbytes`.
 
-    Calls of one store come one after another, also those of requests beside each other. Its thread ends soon after the
-    last of them, so that there is nothing to close. The backend's `close` waits for a store that has not come back, as
-    it does for a copy.
+    Calls of one store come one after another, also those of requests beside each other: how slowly it answers adds up.
+    Its thread ends soon after the last of them, so that there is nothing to close. The backend's `close` waits for a
+    store that has not come back, as it does for a copy. Each runner has threads of its own: keep one for an engine.
 
     Args:
         planner: for the engine's model; its machine names the tiers.
@@ -162,7 +163,7 @@ class PlanRunner(Generic[R]):
 
         Raises:
             InputError: a prompt or resident tokens that the engine does not take, or a tier the machine does not have.
-            PrefillCancelledError: the request was called off.
+            PrefillCancelledError: the request was called off, which is noticed once the stores have been waited for.
             KvSafetyError: the engine is in use or closed.
         """
         began = self._now()
@@ -213,15 +214,18 @@ class PlanRunner(Generic[R]):
                 self._lookup_failed(attempt, tier, error)
 
     def _visit(self, attempt: _Attempt, tier: str) -> Visit:
+        # Not the attempt, which holds the visit: nobody but the garbage collector would find the two.
+        failures = attempt.failures
+
         def failed(reason: str) -> None:
-            self._failed(attempt, LoadFailure(None, tier, reason))
+            self._failed(failures, LoadFailure(None, tier, reason))
 
         return Visit(self.engine.backend, self._threads[tier], attempt.until_s, failed)
 
     def _lookup_failed(self, attempt: _Attempt, tier: str, error: Exception) -> None:
         # Where the tier was shut off, this was its probe: it is shut off again.
         self._admits(attempt, tier)
-        self._failed(attempt, LoadFailure(None, tier, f"lookup failed: {error}"))
+        self._failed(attempt.failures, LoadFailure(None, tier, f"lookup failed: {in_words(error)}"))
 
     def _decide(self, attempt: _Attempt) -> Plan:
         """A plan whose runs are open; a tier that has lost its hit, or fails, is left out and all decided again."""
@@ -258,13 +262,15 @@ class PlanRunner(Generic[R]):
                 load_end=plan.load[-1].end,
             )
             try:
-                attempt.runs.append(attempt.visits[tier].open(opening))
+                run = attempt.visits[tier].open(opening)
+                attempt.runs.append(run)
+                _check_range(run, tier, segment.start, segment.end)
             except StaleHitError:
                 return tier  # evicted since the lookup: no fault
             except (InputError, KvSafetyError):
                 raise
             except Exception as error:  # noqa: BLE001  as in a lookup
-                self._failed(attempt, LoadFailure(None, tier, f"open failed: {error}"))
+                self._failed(attempt.failures, LoadFailure(None, tier, f"open failed: {in_words(error)}"))
                 return tier
         return None
 
@@ -277,24 +283,31 @@ class PlanRunner(Generic[R]):
         return tier in attempt.admitted
 
     def _close(self, attempt: _Attempt) -> None:
-        while attempt.runs:
-            attempt.runs.pop().close()
+        with ExitStack() as closing:  # all of them, also where the wait for one is broken off
+            while attempt.runs:
+                closing.callback(attempt.runs.pop().close)
 
     def _report(self, attempt: _Attempt, result: R) -> None:
         for failure in result.failures:
-            self._failed(attempt, failure)
+            self._failed(attempt.failures, failure)
         failed = {failure.tier for failure in attempt.failures}
         cut_short = {part.tier for part in result.parts if not part.whole}
         with self._lock:
             for tier in {part.tier for part in result.parts} - cut_short - failed:
                 self.breaker.succeeded(tier)
 
-    def _failed(self, attempt: _Attempt, failure: LoadFailure) -> None:
-        attempt.failures.append(failure)
+    def _failed(self, failures: list[LoadFailure], failure: LoadFailure) -> None:
+        failures.append(failure)
         now = self._now()
         with self._lock:
             self._counts[failure.tier, failure.layer] += 1
             self.breaker.failed(failure.tier, now)
+
+
+def _check_range(run: StoredRun, tier: str, start: int, end: int) -> None:
+    """That it is the one asked for: another could leave a gap in a load, for which nobody asked wrongly."""
+    if (run.tier, run.start, run.end) != (tier, start, end):
+        raise ValueError(f"it is of [{run.start}, {run.end}) from {run.tier}, not of [{start}, {end})")
 
 
 def _by_tier(stores: Iterable[Store]) -> dict[str, Store]:

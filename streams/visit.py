@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvlane.streams.backend import Backend
+from kvlane.streams.faults import in_words
 from kvlane.streams.store_thread import Call, StoreThread
 from kvlane.transfer.store import StoredRun
 from kvlane.transfer.wrapped import WrappedRun
@@ -75,8 +76,8 @@ class Visit:
         """Close a run, on this thread; what that raises is told `failed`."""
         try:
             run.close()
-        except Exception as error:  # noqa: BLE001  nobody depends on it
-            self._failed(f"close failed: {error}")
+        except BaseException as error:  # noqa: BLE001  nobody depends on it
+            self._failed(f"close failed: {in_words(error)}")
 
 
 class VisitedRun(WrappedRun[StoredRun]):
@@ -90,13 +91,13 @@ class VisitedRun(WrappedRun[StoredRun]):
         super().__init__(run)
         self._visit = visit
         self._close_wait_s = close_wait_s
-        self._pinned: StoredRun | Exception | None = None  # for `retain`, or why it is not
+        self._pinned: StoredRun | BaseException | None = None  # for `retain`, or why it is not
 
     def pin(self) -> None:
         """Pin it once more, for the first `retain`; on this thread."""
         try:
             self._pinned = self._run.retain()
-        except Exception as error:  # noqa: BLE001  it is for whoever retains it
+        except BaseException as error:  # noqa: BLE001  it is for whoever retains it
             self._pinned = error
 
     def retain(self) -> VisitedRun:
@@ -106,8 +107,11 @@ class VisitedRun(WrappedRun[StoredRun]):
             StoreSilentError: the store did not answer.
         """
         pinned, self._pinned = self._pinned, None
-        if isinstance(pinned, Exception):
-            raise pinned
+        if isinstance(pinned, BaseException):
+            try:
+                raise pinned
+            finally:
+                del pinned  # its traceback holds on to this frame
         if pinned is None:
             pinned = self._visit.pin(self._run.retain)
         return VisitedRun(pinned, self._visit, 0.0)
@@ -119,6 +123,6 @@ class VisitedRun(WrappedRun[StoredRun]):
     def put_away(self) -> None:
         """Close it, and a pin that nobody took, on this thread."""
         pinned, self._pinned = self._pinned, None
-        if pinned is not None and not isinstance(pinned, Exception):
+        if pinned is not None and not isinstance(pinned, BaseException):
             self._visit.put_away(pinned)
         self._visit.put_away(self._run)

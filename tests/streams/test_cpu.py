@@ -165,6 +165,30 @@ class TestStream:
                 call()
 
 
+def test_a_task_that_does_not_end_keeps_no_stream_from_ending(monkeypatch):
+    monkeypatch.setattr("kvlane.streams.cpu._CLOSE_TIMEOUT_S", 0.02)
+    go = threading.Event()
+
+    def task():
+        go.wait(60)
+
+    backend = CpuBackend()
+    backend.stream("copy")
+    backend.start(task, "stuck")
+    with pytest.raises(TimeoutError, match="kvlane-stuck did not end"):
+        backend.close()
+    try:
+        until = time.monotonic() + 20
+        while any(thread.name == "kvlane-copy" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    finally:
+        go.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvlane-stuck":
+            thread.join(20)
+
+
 def test_the_checks_hold_under_python_o():
     """`assert` is gone there: none of these may rest on one."""
     code = (

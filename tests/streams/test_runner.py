@@ -138,7 +138,66 @@ class TestPlan:
             assert answer.result.total_s > 5
 
 
+class Shifted(HostStore):
+    """Opens what nobody asked for."""
+
+    tier = "disk"
+
+    def __init__(self, unit, by):
+        super().__init__(unit)
+        self.by = by
+
+    def open(self, hit, start, end, *, load_end=None, **options):
+        run = super().open(hit, start + self.by[0], end + self.by[1], load_end=load_end, **options)
+        if self.by == (0, 0):
+            run.tier = "cellar"
+        return run
+
+
+class Empty(HostStore):
+    tier = "disk"
+
+    def open(self, hit, start, end, **options):
+        return None
+
+
 class TestFaults:
+    @pytest.mark.parametrize("by", [(8, 0), (0, -8), (8, -8), (0, 0)])
+    @pytest.mark.parametrize(("executor", "rate"), [("layered", FAST), ("bulk", 3e6)])
+    def test_of_a_store_that_opens_another_run_cost_only_time(self, kit, by, executor, rate):
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend, executor, disk=rate)
+            rig.stores["disk"] = Shifted(kit.unit, by)
+            rig.store()
+            runner = rig.runner()
+            answer = rig.run(runner)
+            assert loaded(answer) == [("host", 0, 40)]
+            (failure,) = answer.failures
+            assert (failure.layer, failure.tier) == (None, "disk")
+            assert failure.reason.startswith("open failed: it is of [")
+            assert runner.breaker.counts("disk").failures == 1
+            assert all(kit.freed(store) for store in rig.stores.values())
+
+    @pytest.mark.parametrize("call", ["lookup", "open"])
+    def test_that_say_nothing_of_themselves_are_named(self, kit, call, monkeypatch):
+        def refuse(*given, **options):
+            raise TimeoutError
+
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend)
+            monkeypatch.setattr(rig.stores["disk"], call, refuse)
+            (failure,) = rig.run(rig.runner()).failures
+            assert failure.reason == f"{call} failed: TimeoutError"
+
+    def test_of_a_store_that_opens_nothing_cost_only_time(self, kit):
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend)
+            rig.stores["disk"] = Empty(kit.unit)
+            rig.store()
+            answer = rig.run(rig.runner())
+            assert loaded(answer) == [("host", 0, 40)]
+            assert {failure.tier for failure in answer.failures} == {"disk"}
+
     @pytest.mark.parametrize("how", ["pin", "rotten", "raising", "standing still", "short"])
     @pytest.mark.parametrize("layer", range(4))
     def test_of_a_load_are_counted_by_tier_and_layer(self, kit, how, layer):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 
@@ -18,7 +20,7 @@ from kvlane.policy.model import ModelSpec
 from kvlane.policy.planner import Calibration, Planner
 from kvlane.policy.prefill_cost import PassCost, PrefillCost
 from kvlane.streams.cpu import CpuBackend
-from kvlane.streams.runner import PlanRunner
+from kvlane.streams.runner import PlanRunner, _Attempt
 from kvlane.streams.visit import Visit
 from kvlane.transfer.host import HostStore
 from kvlane.transfer.store import KvSafetyError
@@ -325,6 +327,123 @@ def test_what_a_store_raises_as_the_callers_mistake_is_raised_to_the_caller(kit,
             runner.run(rig.ids)
         assert caught.value is error
         assert runner.failure_counts == {}
+        rig.check_nothing_left()
+
+
+class Odd:
+    """A run of which one call raises, once it is done."""
+
+    def __init__(self, run, call, error):
+        self._run, self._call, self._error = run, call, error
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+    def retain(self):
+        if self._call == "pin":
+            raise self._error
+        return Odd(self._run.retain(), self._call, self._error)
+
+    def close(self):
+        self._run.close()
+        if self._call == "close":
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError(), SystemExit(), KeyboardInterrupt()])
+class TestRunsThatRaiseAnything:
+    def hand_out(self, store, monkeypatch, call, error):
+        opening = store.open
+        monkeypatch.setattr(
+            store, "open", lambda *given, **options: Odd(opening(*given, **options), call, error)
+        )
+
+    def test_in_a_close_are_counted_and_asked_again(self, kit, error, monkeypatch):
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend)
+            runner = rig.runner()
+            with monkeypatch.context() as patch:
+                self.hand_out(rig.stores["disk"], patch, "close", error)
+                assert loaded(rig.run(runner)) == [("disk", 0, 80)]
+                rig.check_nothing_left()
+            assert runner.failure_counts == {("disk", None): 2}  # the runner's pin and the load's
+            rig.engine.prefill(rig.ids)
+            rig.store()
+            answer = rig.run(runner)
+            assert (loaded(answer), answer.failures) == ([("disk", 0, 80)], ())
+
+    def test_in_a_close_that_comes_too_late_do_not_end_the_stores_thread(self, kit, error, monkeypatch):
+        with CpuBackend() as backend, released([]) as flags:
+            rig = Rig(kit, backend)
+            runner = rig.runner(breaker=CircuitBreaker(10))
+            flags.append(rig.stores["disk"].arm("open standing still"))
+            with monkeypatch.context() as patch:
+                self.hand_out(rig.stores["disk"], patch, "close", error)
+                (failure,) = failures(rig.run(runner))
+                assert "no answer" in failure.reason
+                flags[0].set()
+                rig.check_nothing_left()
+            assert runner.failure_counts == {("disk", None): 3}  # it opened too late, and two pins
+            rig.stores["disk"].arm(None)
+            rig.engine.prefill(rig.ids)
+            rig.store()
+            assert loaded(rig.run(runner)) == [("disk", 0, 80)]
+
+    def test_in_a_pin_leave_none(self, kit, error, monkeypatch):
+        with CpuBackend() as backend:
+            rig = Rig(kit, backend)
+            runner = rig.runner()
+            self.hand_out(rig.stores["disk"], monkeypatch, "pin", error)
+            if isinstance(error, Exception):
+                (failure,) = rig.run(runner).failures
+                assert failure.reason.startswith("not pinned")
+            else:
+                with pytest.raises(type(error)):
+                    rig.run(runner)
+            rig.check_nothing_left()
+
+
+def test_who_is_called_away_from_a_close_has_closed_all(kit, monkeypatch):
+    close = Visit.close
+    interrupted: list[str] = []
+
+    def interrupt_once(self, closing, wait_s):
+        close(self, closing, wait_s)
+        if wait_s and not interrupted:
+            interrupted.append("by hand")
+            raise KeyboardInterrupt
+
+    with CpuBackend() as backend:
+        rig = Rig(kit, backend)
+        runner = rig.runner("bulk", BOTH)
+        monkeypatch.setattr(Visit, "close", interrupt_once)
+        with pytest.raises(KeyboardInterrupt):
+            rig.run(runner)
+        rig.check_nothing_left()
+
+
+@pytest.mark.parametrize("how", [None, "lookup", "open", "stale"])
+def test_a_request_leaves_nothing_to_the_garbage_collector(kit, how, monkeypatch):
+    """A prompt's ids are megabytes where it is long."""
+    made = []
+
+    class Noted(_Attempt):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("kvlane.streams.runner._Attempt", Noted)
+    with CpuBackend() as backend:
+        rig = Rig(kit, backend)
+        runner = rig.runner()
+        rig.stores["disk"].arm(how)
+        gc.collect()
+        gc.disable()
+        try:
+            rig.run(runner)
+            assert [attempt() for attempt in made] == [None]
+        finally:
+            gc.enable()
         rig.check_nothing_left()
 
 

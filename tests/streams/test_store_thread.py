@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -130,6 +131,54 @@ class TestSilence:
         assert gone()
         assert away == ["late"]
 
+    def test_puts_away_what_came_just_before_who_waited_was_called_away(self, store, monkeypatch):
+        away: list[str] = []
+        asked = store.ask("open", lambda: "run", away.append)
+        wait = asked.done.wait
+
+        def interrupted(timeout):
+            assert wait(timeout)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(asked.done, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.wait(asked, LONG_S)
+        assert gone()
+        assert away == ["run"]
+
+    @pytest.mark.parametrize("error", [OSError("odd"), SystemExit(), KeyboardInterrupt()])
+    def test_ends_also_where_putting_away_goes_wrong(self, store, standing, error):
+        def refuse(run):
+            raise error
+
+        with pytest.raises(StoreSilentError):
+            store.wait(store.ask("open", standing, refuse), SOON_S)
+        standing.go.set()
+        assert gone()
+        assert store.wait(store.ask("lookup", lambda: "hit"), LONG_S) == "hit"
+
+    def test_keeps_nothing_of_an_error_that_came_too_late(self, store, standing):
+        class Thing: ...
+
+        seen = []
+
+        def refuse():
+            thing = Thing()
+            seen.append(weakref.ref(thing))
+            standing()
+            raise OSError(thing)
+
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(StoreSilentError):
+                store.wait(store.ask("lookup", refuse), SOON_S)
+            standing.go.set()
+            assert gone()
+            assert seen[0]() is None
+        finally:
+            gc.enable()
+
     def test_is_over_once_the_call_has_come_back(self, store, standing):
         """The next one may take its time again, and others wait for it."""
         with pytest.raises(StoreSilentError):
@@ -227,6 +276,81 @@ class TestPosts:
             with pytest.raises(RuntimeError, match="new thread"):
                 store.ask("lookup", lambda: pytest.fail("it was asked"))
         assert store.wait(store.ask("lookup", lambda: "hit"), LONG_S) == "hit"
+
+
+class TestNoThread:
+    """What was to be one never comes, or comes too late, or cannot be had."""
+
+    def test_is_replaced_once_somebody_has_waited_for_it(self, backend, store, monkeypatch):
+        late = []
+        done: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", lambda task, name: late.append(task))
+            with pytest.raises(StoreSilentError, match="no answer within"):
+                store.wait(store.ask("lookup", lambda: pytest.fail("it was asked")), SOON_S)
+        slow = Standing("slow")
+        first = store.ask("open", slow)
+        assert slow.begun.wait(LONG_S)
+        store.post("close", lambda: done.append(threading.get_ident()), 0.0)
+        # Here it comes after all, and leaves what there is to do to the other one.
+        late[0]()
+        assert done == []
+        slow.go.set()
+        assert store.wait(first, LONG_S) == "slow"
+        assert gone()
+        assert len(done) == 1
+        assert done[0] != threading.get_ident()
+
+    def test_that_comes_late_does_what_there_is_to_do(self, backend, store, monkeypatch):
+        late, done = [], []
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", lambda task, name: late.append(task))
+            asked = store.ask("lookup", lambda: pytest.fail("it was asked"))
+            store.post("close", lambda: done.append("closed"), 0.0)
+            with pytest.raises(StoreSilentError):
+                store.wait(asked, SOON_S)
+        late[0]()
+        assert done == ["closed"]
+
+    def test_is_not_what_an_interrupt_means_once_it_is_there(self, backend, store, standing, monkeypatch):
+        away: list[str] = []
+        start = backend.start
+
+        def interrupted(task, name):
+            start(task, name)
+            assert standing.begun.wait(LONG_S)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.ask("open", standing, away.append)
+        with pytest.raises(StoreSilentError, match="not asked: its open has been under way for"):
+            store.ask("lookup", lambda: pytest.fail("it was asked"))
+        behind: list[bool] = []
+        store.post("close", lambda: behind.append(standing.go.is_set()), LONG_S)
+        time.sleep(SOON_S)
+        standing.go.set()
+        assert gone()
+        assert behind == [True]
+        assert away == ["late"]
+
+    def test_leaves_nobody_waiting_who_counted_on_it(self, backend, store, monkeypatch):
+        done = []
+        others = []
+
+        def refuse(task, name):
+            others.append(store.ask("lookup", lambda: pytest.fail("it was asked")))
+            store.post("close", lambda: done.append("closed"), 0.0)
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "start", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                store.ask("lookup", lambda: pytest.fail("it was asked"))
+        assert done == ["closed"]
+        with pytest.raises(StoreSilentError, match="not asked: can't start new thread"):
+            store.wait(others[0], LONG_S)
 
 
 def test_many_who_ask_at_once_each_have_their_own_answer(backend, store):

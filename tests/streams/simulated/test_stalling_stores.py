@@ -385,9 +385,46 @@ class TestEveryOrder:
         except StoreSilentError as error:
             again = str(error).split(":")[0]
         backend.join()
-        assert not thread._running
+        assert not thread._worker
         assert len(away) + (taken is not None) == len(begun)
         seen.add((taken, *away, again.split(" within")[0]))
+
+    @staticmethod
+    def crowd(backend, seen):
+        """Two who ask, one of them closing something besides, and a thread that may be given up before it comes."""
+        with backend.watched_locks():
+            thread = StoreThread(backend, "store", 1.0)
+        inside: list[str] = []
+        done: list[str] = []
+
+        def call(name):
+            inside.append(name)
+            assert len(inside) == 1
+            backend.flag().wait(0.5)
+            inside.remove(name)
+            done.append(name)
+
+        def ask(name):
+            with suppress(StoreSilentError):
+                thread.wait(thread.ask("lookup", lambda: call(name)), 1.0)
+                seen.add(name)
+
+        backend.start(lambda: ask("one"), "one")
+        thread.post("close", lambda: call("close"), 0.0)
+        ask("two")
+        backend.join()
+        assert "close" in done
+        assert not thread._worker
+        seen.add(tuple(done))
+
+    @pytest.mark.parametrize("switch", [0.05, 0.3])
+    def test_closes_what_it_was_given_and_is_asked_by_one_thread_at_a_time(self, host_threads, switch):
+        seen: set[object] = set()
+        for seed in range(1500):
+            chooser = Seeded(seed, switch=switch)
+            with SimulatedBackend(chooser=chooser, timed=False, jumps=True, threads=host_threads) as backend:
+                self.crowd(backend, seen)
+        assert {"one", "two", ("close",), ("close", "one", "two")} <= seen
 
     @pytest.mark.parametrize("how", ["bounded", "reduced"])
     def test_has_one_end(self, host_threads, how):
