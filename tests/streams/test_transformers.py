@@ -393,7 +393,9 @@ def test_layered_hides_copies_that_bulk_exposes():
     with CpuBackend(end * engine.layout.bytes_per_token / suffix_s) as backend:
         engine = adapter.TransformersEngine(model, backend, 1536, name="m", weights_revision="0")
         seconds: dict[str, list[float]] = {"bulk": [], "layered": []}
-        for _ in range(4):
+        for _ in range(16):  # more of them where others keep the machine busy
             for mode, taken in seconds.items():
                 taken.append(load(engine, store, ids, 0, end, mode=mode).total_s)
+            if len(taken) >= 4 and min(seconds["bulk"]) > 1.5 * min(seconds["layered"]):
+                break
     assert min(seconds["bulk"]) > 1.3 * min(seconds["layered"])
