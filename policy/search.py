@@ -102,6 +102,23 @@ def balanced(
         earlier, at_earlier, at = at, gap, new
 
 
+def first_to_hold(holds: Callable[[int], bool], points: Sequence[int], known: int) -> int:
+    """The first of the points from which on something holds, which does at `known`, and mostly not before it."""
+    right = bisect_left(points, known)
+    if not right or not holds(points[right - 1]):
+        return known
+    if holds(points[0]):
+        return points[0]
+    left, right = 0, right - 1
+    while right - left > 1:
+        middle = (left + right) // 2
+        if holds(points[middle]):
+            right = middle
+        else:
+            left = middle
+    return points[right]
+
+
 def closed_in(
     cost: Callable[[int, float], float], points: Sequence[int], also: Iterable[int] = (), grid: int = GRID
 ) -> int:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from kvlane.policy.lane import Lane, estimated
 from kvlane.policy.path_cost import Part
 from kvlane.policy.plan import Estimate, Path
-from kvlane.policy.search import balanced, closed_in, lowest_maximum
+from kvlane.policy.search import balanced, closed_in, first_to_hold, lowest_maximum
 from kvlane.policy.waits import SURELY, Ends, Then, Waits
 
 # Where to cut a load that begins and ends there, and how long it is waited for then.
@@ -91,9 +91,17 @@ class TwoTiers:
         found = balanced(front, least, begins, middle, (beyond - then.rest_s) * SURELY)
         if found is None:
             return None
-        begin = found[0]
+        begin, least_s = found
         if self.events:
             begin, _ = lowest_maximum(front, waited(self._boundary), begins)
+        elif front(begin) < least_s:
+
+            def no_later(point: int) -> bool:
+                cut = self._boundary(point, self.usable, then, least_s)
+                return cut is not None and cut[1] <= least_s
+
+            # Where one tier alone is waited for, however much the other brings: the device computes what it must.
+            begin = first_to_hold(no_later, begins, begin)
         return self._estimate("split", begin, self.usable, beyond)
 
     def _estimate(self, path: Path, begin: int, end: int, beyond: float) -> Estimate | None:

@@ -197,3 +197,15 @@ def test_a_decision_among_four_tiers_asks_for_a_fraction_of_the_waits(
     # Of twelve ways to order two of four tiers, each with some thirty ends and a boundary to look for at each.
     assert few < asked[0] * 0.9
     assert few < 1000
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-120b", "gemma-3-27b"])
+def test_where_one_tier_alone_is_waited_for_the_device_computes_no_more_than_it_must(name: str) -> None:
+    planner = Planner(load_model(name), load_machine("h100-sxm"), executor="two_ended")
+    request = Request(42_828, {"cxl": 42_828, "remote": 10_730})
+    split = planner.decide(request).estimates["split"]
+    assert split is not None
+    assert [part.tier for part in split.load] == ["remote", "cxl"]
+    # Had it begun anywhere else before the shorter hit ends, the other tier would have been waited for as long.
+    assert (split.load[0].start, split.load[0].end) == (16, 10_720)
+    assert split.ttft_s > split.compute_s

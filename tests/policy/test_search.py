@@ -9,7 +9,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.policy.search import balanced, closed_in, lowest_maximum
+from kvlane.policy.search import balanced, closed_in, first_to_hold, lowest_maximum
 
 # Small whole numbers, so that there are ties and flat stretches; now and then a jump.
 steps = st.lists(st.integers(0, 3) | st.sampled_from((0, 0, 1, 50)), min_size=1, max_size=60)
@@ -112,3 +112,19 @@ def test_a_cost_is_told_the_best_so_far() -> None:
     assert closed_in(cost, range(100)) == 30
     assert beyonds[0] == math.inf
     assert beyonds[1:] == sorted(beyonds[1:], reverse=True)
+
+
+@given(first=st.integers(0, 40), known=st.integers(0, 40), points=st.just(range(0, 120, 3)))
+def test_the_first_that_holds_is_found_and_one_question_tells_that_there_is_none_before(
+    first: int, known: int, points: range
+) -> None:
+    asked: list[int] = []
+
+    def holds(point: int) -> bool:
+        asked.append(point)
+        return point >= first
+
+    known = max(points[min(known, len(points) - 1)], -(-first // 3) * 3)
+    if known in points:
+        assert first_to_hold(holds, points, known) == -(-first // 3) * 3
+        assert len(asked) <= (1 if known - 3 < first else 8)
