@@ -109,14 +109,7 @@ def first_to_hold(holds: Callable[[int], bool], points: Sequence[int], known: in
         return known
     if holds(points[0]):
         return points[0]
-    left, right = 0, right - 1
-    while right - left > 1:
-        middle = (left + right) // 2
-        if holds(points[middle]):
-            right = middle
-        else:
-            left = middle
-    return points[right]
+    return points[bisect_left(points, True, 1, right - 1, key=holds)]
 
 
 def closed_in(
